@@ -1,0 +1,327 @@
+"""The connector contract: how KV moves between engines.
+
+A connector has two halves that share no memory. `KVConnectorScheduler` lives beside the scheduler and decides
+with counts and block ids; `KVConnectorWorker` lives beside each model runner and moves bytes. Between them go
+messages: metadata down with each step, `ConnectorOutput` up.
+
+One step, in order (also on steps with no tokens, so that transfers progress while the engine idles)::
+
+    scheduler half                                worker half
+    get_num_new_matched_tokens   admission
+    update_state_after_alloc     admission
+    build_connector_metadata     end of schedule
+                                                  start_load_kv
+                                                  wait_for_layer_load / save_kv_layer   each layer, if layerwise
+                                                  wait_for_save
+                                                  get_finished
+    update_from_output
+    request_finished             once a request
+
+This module knows nothing of engines, schedulers or models: connectors get plain values, so one can be tested
+alone and a third party depends on ``pdserve.connectors`` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from pdserve.kv_layout import BlockKey, KVCacheSpec, ModelIdentity
+from pdserve.protocol import KVTransferParams, Role
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorFeatures:
+    """What a connector declares; the conformance kit holds it to each.
+
+    Attributes:
+        can_save: it saves or holds KV that other engines can fetch.
+        can_load: it loads KV.
+        is_store: blocks are addressed by key and outlive the producer.
+        layerwise: it wants `save_kv_layer` and `wait_for_layer_load`.
+    """
+
+    can_save: bool = False
+    can_load: bool = False
+    is_store: bool = False
+    layerwise: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorContext:
+    """What a connector is built with.
+
+    Attributes:
+        engine_id: this engine, unique for each start of the process.
+        role: PREFILL engines save, DECODE engines load; both may look up.
+        identity: the model's identity; its fingerprint is the root of every block key.
+        spec: shape of the blocks.
+        options: the connector's own settings, as the user wrote them.
+    """
+
+    engine_id: str
+    role: Role
+    identity: ModelIdentity
+    spec: KVCacheSpec
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KVRequest:
+    """A request, as connectors see it.
+
+    Attributes:
+        request_id: the engine's internal id, unique in this engine's life.
+        num_prompt_tokens: tokens of the prompt; only prompt KV travels.
+        block_keys: identity of each block of the prompt, in order; the last may be partial.
+        kv_transfer_params: from the producer, through the router; None for a request that was not handed over.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    block_keys: Sequence[BlockKey]
+    kv_transfer_params: KVTransferParams | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MatchResult:
+    """Answer of a lookup.
+
+    Attributes:
+        num_tokens: tokens **beyond** those computed locally that can be loaded now; None = ask again next step.
+        is_async: the load runs beside later steps and its end is reported by `get_finished`. False when
+            ``num_tokens`` is 0 or None.
+    """
+
+    num_tokens: int | None
+    is_async: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """What one step computes for one request.
+
+    Attributes:
+        request: the request.
+        block_ids: its whole block table, in order.
+        num_computed_tokens: tokens whose KV stands in the blocks before this step.
+        num_scheduled_tokens: tokens that this step computes; their KV stands there after the forward pass.
+    """
+
+    request: KVRequest
+    block_ids: Sequence[int]
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The part of a scheduling decision that connectors need.
+
+    Attributes:
+        scheduled: every request that runs in this step.
+        preempted_request_ids: requests whose blocks were taken in this step.
+    """
+
+    scheduled: Sequence[ScheduledTokens]
+    preempted_request_ids: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FinishDecision:
+    """What becomes of a finished request's KV.
+
+    Attributes:
+        hold_blocks: the connector owns the blocks until `get_finished` reports the request sent.
+        kv_transfer_params: goes to the consumer through the router; None = nothing to fetch.
+        announce_when_sent: hand the parameters out only when the request is reported sent (a store whose writes
+            are still under way); with ``hold_blocks`` False the blocks are free at once.
+    """
+
+    hold_blocks: bool = False
+    kv_transfer_params: KVTransferParams | None = None
+    announce_when_sent: bool = False
+
+    @property
+    def expects_sent(self) -> bool:
+        """Whether exactly one report of this request's sending will come."""
+        return self.hold_blocks or self.announce_when_sent
+
+
+@dataclass(slots=True)
+class ConnectorStats:
+    """Counters since the last report; plain sums, so they add up over ranks and children."""
+
+    num_blocks_saved: int = 0
+    num_bytes_saved: int = 0
+    save_seconds: float = 0.0
+    num_blocks_loaded: int = 0
+    num_bytes_loaded: int = 0
+    load_seconds: float = 0.0
+    failures: dict[str, int] = field(default_factory=dict)
+    """By kind: ``missing``, ``truncated``, ``corrupt``, ``foreign``, ``no_space``, ``io``, ``timeout``, …"""
+
+    def count_failure(self, kind: str) -> None:
+        """Add one failure of ``kind``."""
+        self.failures[kind] = self.failures.get(kind, 0) + 1
+
+    def add(self, other: ConnectorStats) -> None:
+        """Add ``other``'s counters to this one's."""
+        self.num_blocks_saved += other.num_blocks_saved
+        self.num_bytes_saved += other.num_bytes_saved
+        self.save_seconds += other.save_seconds
+        self.num_blocks_loaded += other.num_blocks_loaded
+        self.num_bytes_loaded += other.num_bytes_loaded
+        self.load_seconds += other.load_seconds
+        for kind, count in other.failures.items():
+            self.failures[kind] = self.failures.get(kind, 0) + count
+
+
+@dataclass(slots=True)
+class ConnectorOutput:
+    """What a worker half reports after a step.
+
+    Attributes:
+        finished_sending: requests whose send ended, well or not; each once.
+        failed_sending: the subset that could not be saved whole.
+        finished_receiving: requests whose asynchronous load ended well; each load once.
+        failed_receiving: requests whose load ended badly, and how many tokens from the load's start are good.
+        invalid_block_ids: blocks that a synchronous load in this step did not fill.
+        received_bytes: bytes loaded for each request that ended in this report.
+        sent_bytes: bytes saved for each request that ended in this report.
+        stats: counters since the last report.
+    """
+
+    finished_sending: set[str] = field(default_factory=set)
+    failed_sending: set[str] = field(default_factory=set)
+    finished_receiving: set[str] = field(default_factory=set)
+    failed_receiving: dict[str, int] = field(default_factory=dict)
+    invalid_block_ids: set[int] = field(default_factory=set)
+    received_bytes: dict[str, int] = field(default_factory=dict)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    stats: ConnectorStats = field(default_factory=ConnectorStats)
+
+
+ConnectorMetadata = Any
+"""A step's message from a connector's scheduler half to its worker halves: plain data (a msgspec Struct, a
+dataclass of plain values) that only the connector itself reads."""
+
+
+class KVConnectorScheduler(Protocol):
+    """The half beside the scheduler: counts, block ids and keys; no tensors, no blocking I/O."""
+
+    def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> MatchResult:
+        """How many tokens beyond ``num_computed_tokens`` can be loaded.
+
+        Called by: the scheduler, when a waiting request is considered, also again after a failed allocation.
+        Must not: change any state, promise what cannot be loaded now, count a partial block as a full one, or
+        count tokens past the prompt. The scheduler itself keeps one token back to compute where it needs one.
+        On failure: answer 0; never raise.
+        """
+        ...
+
+    def update_state_after_alloc(
+        self, request: KVRequest, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """The request has its blocks; load ``num_external_tokens`` tokens into them.
+
+        Called by: the scheduler, once for each successful admission, also when the count is 0. ``block_ids``
+        is the whole block table; the tokens to load start behind the locally computed ones, which lie in the
+        first blocks. Decide by the count, not by the blocks.
+        """
+        ...
+
+    def build_connector_metadata(self, plan: StepPlan) -> ConnectorMetadata:
+        """This step's message to the workers; resets the step's state and changes nothing else.
+
+        Called by: the scheduler, exactly once a step, also when nothing is scheduled.
+        """
+        ...
+
+    def update_from_output(self, output: ConnectorOutput) -> None:
+        """What the workers report. Called once a step, before the scheduler acts on it."""
+        ...
+
+    def request_finished(self, request: KVRequest, block_ids: Sequence[int], num_computed_tokens: int) -> FinishDecision:
+        """The request ended (also: was aborted, or never ran: then ``block_ids`` is empty).
+
+        Called by: the scheduler, exactly once for each request, before its blocks are freed. On the prefill
+        role with the whole prompt computed, the KV is offered to the consumer; any other end frees at once.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release everything; idempotent."""
+        ...
+
+
+class KVConnectorWorker(Protocol):
+    """The half beside a model runner: moves bytes between the KV memory and the transport."""
+
+    def register_kv_caches(self, kv_cache: torch.Tensor, spec: KVCacheSpec) -> None:
+        """Called once at start. ``kv_cache`` is ``[B, L, 2, K, S, H]``, contiguous."""
+        ...
+
+    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+        """Begin the step's loads; called before the forward pass.
+
+        Blocks of asynchronous loads belong to the connector until their end is reported. A synchronous load
+        is done when this (or `wait_for_layer_load`, if layerwise) returns.
+        """
+        ...
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Block until this step's synchronous loads of ``layer`` are in place. Only if layerwise."""
+        ...
+
+    def save_kv_layer(self, layer: int) -> None:
+        """``layer``'s KV of this step's tokens stands in the cache. Only if layerwise."""
+        ...
+
+    def wait_for_save(self) -> None:
+        """Called after the forward pass. When it returns, the step's blocks may be read or overwritten by others.
+
+        Unless the request is held (`FinishDecision.hold_blocks`), the connector has its own copy by then.
+        """
+        ...
+
+    def get_finished(self, finished_request_ids: Sequence[str]) -> ConnectorOutput:
+        """What ended since the last call; never blocks.
+
+        Args:
+            finished_request_ids: requests for which ``request_finished`` answered that a report of their
+                sending will come, each given once, in the step after.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop threads, release memory; idempotent. Transfers under way may be dropped."""
+        ...
+
+
+class KVConnector(Protocol):
+    """What the registry names: a class that builds the two halves from a context."""
+
+    features: ClassVar[ConnectorFeatures]
+
+    @classmethod
+    def build_scheduler(cls, context: ConnectorContext) -> KVConnectorScheduler:
+        """The scheduler half.
+
+        Raises:
+            ConfigError: an option is unknown or wrong.
+        """
+        ...
+
+    @classmethod
+    def build_worker(cls, context: ConnectorContext) -> KVConnectorWorker:
+        """A worker half.
+
+        Raises:
+            ConfigError: an option is unknown or wrong.
+        """
+        ...

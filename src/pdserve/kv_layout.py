@@ -1,0 +1,141 @@
+"""The shape of KV memory and the identity of a block, shared by the engine, the connectors and the wire.
+
+KV memory is block-major: one tensor ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``
+(index 0 of the third axis holds keys, 1 values). A block is one contiguous span of ``block_bytes``.
+
+A block's identity is a chain hash over (parent, the block's token ids, extra keys). Its root is the model
+fingerprint, so two models, dtypes, layouts, block sizes, numerics, adapters or cache salts never share a
+block. It is stable across processes and machines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+LAYOUT_VERSION = 1
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+DIGEST_BYTES = 16
+
+
+class KVCacheSpec(msgspec.Struct, frozen=True):
+    """Shape of one block.
+
+    Attributes:
+        num_layers: L, layers that keep KV.
+        num_kv_heads: K, KV heads kept in this memory (a tensor-parallel rank's share).
+        head_dim: H.
+        block_size: S, tokens in a block.
+        dtype: ``bfloat16`` or ``float32``.
+        layout_version: changes when the order of the bytes changes.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    layout_version: int = LAYOUT_VERSION
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """``(L, 2, K, S, H)``."""
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV that one token takes over all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: one contiguous span."""
+        return self.token_bytes * self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens occupy, the last one perhaps in part."""
+        return -(-num_tokens // self.block_size)
+
+
+class ModelIdentity(msgspec.Struct, frozen=True):
+    """Everything that decides the bytes of a KV block besides the tokens.
+
+    Attributes:
+        weights: hex digest of the weights' content.
+        architecture: hex digest of the architecture and rope settings.
+        compute_dtype: dtype of activations and weights in the forward pass.
+        numerics: the kernels' numerics class; two classes may round differently.
+        kv: the block's shape and dtype.
+    """
+
+    weights: str
+    architecture: str
+    compute_dtype: str
+    numerics: str
+    kv: KVCacheSpec
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest over all parts; the root of every block's identity."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[: 2 * DIGEST_BYTES]
+
+    def explain_difference(self, other: ModelIdentity) -> str:
+        """The parts in which ``other`` differs from this one, for people; empty when equal."""
+        mine, theirs = _flatten(self), _flatten(other)
+        return ", ".join(f"{k} {mine[k]} here, {theirs[k]} there" for k in mine if mine[k] != theirs[k])
+
+
+def _flatten(identity: ModelIdentity) -> dict[str, object]:
+    parts: dict[str, object] = dict(msgspec.structs.asdict(identity))
+    parts.update({f"kv.{k}": v for k, v in msgspec.structs.asdict(parts.pop("kv")).items()})
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """Identity of a block's content: chain digest, and the tokens it holds (fewer than S in a partial block)."""
+
+    digest: bytes
+    num_tokens: int
+
+    @property
+    def hex(self) -> str:
+        """The digest as text, for file names and keys of stores."""
+        return self.digest.hex()
+
+
+class BlockHasher:
+    """Chain hasher for one model, adapter and salt.
+
+    Args:
+        fingerprint: the model fingerprint, the root of the chain.
+        cache_salt: blocks with different salts never meet.
+        adapter: id and version of the adapter, ``""`` for none.
+    """
+
+    def __init__(self, fingerprint: str, *, cache_salt: str = "", adapter: str = "") -> None:
+        root = msgspec.json.encode([fingerprint, cache_salt, adapter])
+        self.root = hashlib.sha256(root).digest()[:DIGEST_BYTES]
+
+    @staticmethod
+    def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+        """Digest of a block whose prefix has digest ``parent`` and which holds ``token_ids``.
+
+        The number of tokens is part of what is hashed: a partial block never equals a full one.
+        """
+        payload = array("I", token_ids).tobytes()
+        return hashlib.sha256(parent + len(token_ids).to_bytes(4, "little") + payload).digest()[:DIGEST_BYTES]
+
+    def block_keys(self, token_ids: Sequence[int], block_size: int) -> list[BlockKey]:
+        """Keys of all blocks of ``token_ids`` in order; the last one may be partial."""
+        keys: list[BlockKey] = []
+        parent = self.root
+        for start in range(0, len(token_ids), block_size):
+            tokens = token_ids[start : start + block_size]
+            parent = self.hash_block(parent, tokens)
+            keys.append(BlockKey(parent, len(tokens)))
+        return keys
