@@ -246,11 +246,14 @@ class KVConnectorScheduler(Protocol):
         """What the workers report. Called once a step, before the scheduler acts on it."""
         ...
 
-    def request_finished(self, request: KVRequest, block_ids: Sequence[int], num_computed_tokens: int) -> FinishDecision:
+    def request_finished(
+        self, request: KVRequest, block_ids: Sequence[int], num_computed_tokens: int, *, handoff: bool
+    ) -> FinishDecision:
         """The request ended (also: was aborted, or never ran: then ``block_ids`` is empty).
 
-        Called by: the scheduler, exactly once for each request, before its blocks are freed. On the prefill
-        role with the whole prompt computed, the KV is offered to the consumer; any other end frees at once.
+        Called by: the scheduler, exactly once for each request, before its blocks are freed. ``handoff`` is
+        True when a decode engine will take the request over: its whole prompt is computed and the parameters
+        in the answer reach that engine. With ``handoff`` False nobody comes for the blocks: never hold them.
         """
         ...
 
