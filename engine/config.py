@@ -1,7 +1,4 @@
-"""Settings of the engine, one section for each component; what is derived comes out of ``resolve()`` elsewhere.
-
-Plain values only: this module imports no torch.
-"""
+"""Settings of the engine, one section for each component. Plain values only: this module imports no torch."""
 
 from __future__ import annotations
 
@@ -20,9 +17,7 @@ class ModelSettings:
         help="Hugging Face directory, hub id, .gguf file, or the name of a model that comes in a package",
     )
     served_model_name: str | None = setting(None, help="name in the API; default: the model's own name")
-    dtype: str = setting(
-        "bfloat16", choices=("bfloat16", "float32"), help="dtype of weights and activations"
-    )
+    dtype: str = setting("bfloat16", choices=("bfloat16", "float32"), help="dtype of weights and activations")
     max_model_len: int | None = setting(
         None, help="longest prompt plus answer, in tokens; default: the model's context length"
     )
@@ -66,9 +61,7 @@ class SchedulerSettings:
 class ConnectorSettings:
     """How KV moves between engines."""
 
-    connector: str = setting(
-        "shared_storage", help="a registered connector's name, or module:Class"
-    )
+    connector: str = setting("shared_storage", help="a registered connector's name, or module:Class")
     connector_options: dict[str, Any] = setting(
         {}, help="the connector's own settings, as key=value (repeatable) or a TOML table"
     )

@@ -90,8 +90,9 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
 
 def _flatten(identity: ModelIdentity) -> dict[str, object]:
-    parts: dict[str, object] = dict(msgspec.structs.asdict(identity))
-    parts.update({f"kv.{k}": v for k, v in msgspec.structs.asdict(parts.pop("kv")).items()})
+    parts = msgspec.structs.asdict(identity)
+    del parts["kv"]
+    parts.update({f"kv.{name}": value for name, value in msgspec.structs.asdict(identity.kv).items()})
     return parts
 
 

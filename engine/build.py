@@ -1,0 +1,151 @@
+"""From settings to a running engine core: the engine's composition root."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from pdserve.checkpoint import architecture_digest, prepare_weights, resolve_model, weights_digest
+from pdserve.connectors.base import ConnectorContext
+from pdserve.connectors.registry import load_connector
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.core import EngineCore
+from pdserve.engine.executor import UniProcExecutor
+from pdserve.engine.kv_memory import TORCH_DTYPES, allocate_kv_cache, resolve_num_blocks
+from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.models import CausalLM, ModelConfig, load_model
+from pdserve.engine.sampling.sampler import Sampler
+from pdserve.errors import ConfigError
+from pdserve.kernels.invariance import check_invariance
+from pdserve.kernels.registry import get_backend
+from pdserve.kv_layout import KVCacheSpec, ModelIdentity
+from pdserve.protocol import InstanceLimits, Role
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGPROBS = 20
+
+
+def build_engine(
+    cls: type[EngineCore],
+    config: EngineConfig,
+    *,
+    role: Role,
+    engine_id: str,
+    on_progress: Callable[[str], None] | None = None,
+) -> EngineCore:
+    """See `EngineCore.build`."""
+    tell = on_progress or logger.info
+    started_s = time.monotonic()
+    source = resolve_model(config.model.model)
+    tell(f"loading {source.name} in {config.model.dtype}")
+    directory = prepare_weights(source, config.model.dtype)
+    model, model_config = _load_model(config, directory)
+    spec = _build_spec(config, model_config)
+    num_blocks = resolve_num_blocks(config.cache, spec)
+    max_model_len = _resolve_max_model_len(config, model_config, spec, num_blocks)
+    config = _resolve(config, num_blocks, max_model_len)
+    identity = ModelIdentity(
+        weights=weights_digest(directory),
+        architecture=architecture_digest(load_config_file(directory)),
+        compute_dtype=config.model.dtype,
+        numerics=model.backend.numerics,
+        kv=spec,
+    )
+    kv_cache = allocate_kv_cache(spec, num_blocks)
+    tell(
+        f"{source.name} loaded in {time.monotonic() - started_s:.1f} s; KV: {num_blocks} blocks of "
+        f"{config.cache.block_size} = {num_blocks * config.cache.block_size} tokens, "
+        f"{num_blocks * spec.block_bytes / 2**20:.0f} MiB"
+    )
+    eos_token_ids = frozenset(model_config.eos_token_ids)
+    connector = load_connector(config.connector.connector)
+    context = ConnectorContext(
+        engine_id=engine_id, role=role, identity=identity, spec=spec, options=config.connector.connector_options
+    )
+    scheduler_half, worker_half = connector.build_scheduler(context), connector.build_worker(context)
+    worker_half.register_kv_caches(kv_cache, spec)
+    runner = ModelRunner(model, kv_cache, Sampler(eos_token_ids), worker_half, layerwise=connector.features.layerwise)
+    return cls(
+        config,
+        identity=identity,
+        limits=_build_limits(config, model_config, num_blocks, max_model_len),
+        model_name=config.model.served_model_name or source.name,
+        eos_token_ids=eos_token_ids,
+        executor=UniProcExecutor(runner),
+        connector=scheduler_half,
+    )
+
+
+def _load_model(config: EngineConfig, directory: Path) -> tuple[CausalLM, ModelConfig]:
+    torch.set_num_threads(config.model.num_threads or 1)
+    dtype = TORCH_DTYPES[config.model.dtype]
+    backend = get_backend(config.model.kernel_backend, dtype)
+    model = load_model(directory, dtype, backend)
+    if not check_invariance(model):
+        logger.warning(
+            "kernels %s are not batch-invariant on this machine: answers may differ between prefill/decode and one "
+            "engine; choose another --kernel-backend",
+            backend.numerics,
+        )
+    return model, model.config
+
+
+def _build_spec(config: EngineConfig, model_config: ModelConfig) -> KVCacheSpec:
+    block_size = config.cache.block_size
+    if block_size < 1 or block_size & (block_size - 1):
+        raise ConfigError(f"block_size is {block_size}; it must be a power of two")
+    return KVCacheSpec(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=block_size,
+        dtype=config.model.dtype if config.cache.kv_dtype == "auto" else config.cache.kv_dtype,
+    )
+
+
+def _resolve_max_model_len(config: EngineConfig, model_config: ModelConfig, spec: KVCacheSpec, num_blocks: int) -> int:
+    """The longest sequence: as asked, within the model's context and what the whole pool holds."""
+    context, pool = model_config.max_position_embeddings, num_blocks * spec.block_size
+    asked = config.model.max_model_len
+    if asked is None:
+        return min(context, pool)
+    if asked < 2 or asked > context:
+        raise ConfigError(f"max_model_len is {asked}; this model takes 2 to {context} tokens")
+    if asked > pool:
+        raise ConfigError(
+            f"max_model_len is {asked}, but KV memory holds {pool} tokens ({num_blocks} blocks of "
+            f"{spec.block_size}); raise memory_fraction or num_blocks"
+        )
+    return asked
+
+
+def _resolve(config: EngineConfig, num_blocks: int, max_model_len: int) -> EngineConfig:
+    """The settings with everything derived filled in."""
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue_len"):
+        value = getattr(config.scheduler, name)
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, max_model_len=max_model_len),
+        cache=dataclasses.replace(config.cache, num_blocks=num_blocks),
+    )
+
+
+def _build_limits(
+    config: EngineConfig, model_config: ModelConfig, num_blocks: int, max_model_len: int
+) -> InstanceLimits:
+    return InstanceLimits(
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_queue_len=config.scheduler.max_queue_len,
+        num_blocks=num_blocks,
+        vocab_size=model_config.vocab_size,
+        max_logprobs=min(MAX_LOGPROBS, model_config.vocab_size),
+    )

@@ -1,0 +1,129 @@
+"""The sampler: logits and the requests' parameters in, one token for each row out.
+
+Each row is chosen on its own, by comparisons with thresholds and one draw, so that neither the batch nor the
+order of equal logits in a sort can change a token. Greedy takes the lowest id among equal logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.sampling.draw import draw_uniform
+from pdserve.engine.sampling.logprobs import build_token_logprobs
+from pdserve.engine.sampling.processors import needs_processing, process_logits
+from pdserve.protocol import SamplingParams, TokenLogprobs
+
+# Nucleus search looks at this many of the likeliest tokens first, then at more; the answer is the same.
+_NUCLEUS_STEPS = (256, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One row to sample.
+
+    Attributes:
+        request_id: whose row it is.
+        params: its parameters; the seed is set where the temperature is not 0.
+        token_ids: prompt and output so far.
+        num_prompt_tokens: how many of them are the prompt.
+    """
+
+    request_id: str
+    params: SamplingParams
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    """Chosen tokens, logprobs for those that asked, and rows without a finite maximum, with the reason."""
+
+    token_ids: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class Sampler:
+    """Stateless sampler.
+
+    Args:
+        eos_token_ids: held back until a request's ``min_tokens``.
+    """
+
+    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
+        """Choose a token for each row.
+
+        Args:
+            logits_RV: [R, V] float32.
+            rows: one for each row of the logits.
+        """
+        output = SamplerOutput()
+        maxima, greedy_ids = (t.tolist() for t in logits_RV.max(dim=-1))
+        for i, row in enumerate(rows):
+            if not math.isfinite(maxima[i]):
+                output.failed[row.request_id] = "the model produced logits that are not finite"
+                continue
+            token_id = self._sample_row(logits_RV[i], row, greedy_ids[i])
+            output.token_ids[row.request_id] = token_id
+            if row.params.logprobs is not None:
+                output.logprobs[row.request_id] = build_token_logprobs(logits_RV[i], token_id, row.params.logprobs)
+        return output
+
+    def _sample_row(self, logits_V: Tensor, row: SamplingRow, greedy_id: int) -> int:
+        params = row.params
+        if needs_processing(params, len(row.token_ids) - row.num_prompt_tokens):
+            logits_V = process_logits(logits_V, params, row.token_ids, row.num_prompt_tokens, self._eos_token_ids)
+            greedy_id = int(logits_V.argmax())
+        if params.temperature == 0.0:
+            return greedy_id
+        assert params.seed is not None, "a request that samples has a seed by now"
+        return choose_token(logits_V, params, draw_uniform(params.seed, len(row.token_ids)))
+
+
+def choose_token(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
+    """Sample from one row by inverting the distribution function, in order of token id.
+
+    Args:
+        logits_V: [V] float32, at least one finite.
+        params: temperature > 0, top_k, top_p, min_p.
+        uniform: the draw, in [0, 1).
+    """
+    scaled_V = (logits_V - logits_V.max()) / params.temperature
+    if params.min_p > 0.0:
+        scaled_V = _keep_from(scaled_V, math.log(params.min_p))
+    if 0 < params.top_k < len(scaled_V):
+        scaled_V = _keep_from(scaled_V, float(torch.topk(scaled_V, params.top_k).values[-1]))
+    weights_V = scaled_V.exp()
+    if params.top_p < 1.0:
+        # A running sum, not a tree of partial sums, whose shape would depend on the number of threads.
+        total = float(weights_V.cumsum(dim=0, dtype=torch.float64)[-1])
+        threshold = _find_nucleus_threshold(scaled_V, total, params.top_p)
+        weights_V = weights_V.masked_fill(scaled_V < threshold, 0.0)
+    cumulative_V = weights_V.cumsum(dim=0, dtype=torch.float64)
+    target = torch.tensor(uniform * float(cumulative_V[-1]), dtype=torch.float64)
+    # right=True skips tokens of weight 0: their cumulative weight equals the one before.
+    index = int(torch.searchsorted(cumulative_V, target, right=True))
+    return min(index, int(weights_V.nonzero()[-1]))
+
+
+def _keep_from(scaled_V: Tensor, threshold: float) -> Tensor:
+    """Tokens below the threshold get no weight; equal ones stay, so order cannot matter."""
+    return scaled_V.masked_fill(scaled_V < threshold, -torch.inf)
+
+
+def _find_nucleus_threshold(scaled_V: Tensor, total: float, top_p: float) -> float:
+    """The scaled logit of the last token of the smallest set of likeliest tokens that holds ``top_p`` of the mass."""
+    for size in (*_NUCLEUS_STEPS, len(scaled_V)):
+        top = torch.topk(scaled_V, min(size, len(scaled_V))).values
+        reached = (top.exp().cumsum(dim=0, dtype=torch.float64) >= top_p * total).nonzero()
+        if len(reached):
+            return float(top[int(reached[0])])
+    return float(top[-1])

@@ -1,0 +1,435 @@
+"""Who computes how many tokens in the next step.
+
+Chunked prefill, prefix hits, KV from a connector and resumption after a preemption are all the same question:
+how many of the request's known tokens are not computed yet. The scheduler owns the requests and their blocks,
+speaks token counts and block ids, and imports no torch.
+
+A request's way::
+
+    add_request ──> waiting ──(admit)──> running ──(finish)──> gone
+                       │  ^                 │
+        (external KV)  │  │ (loaded)        │ (preempt: blocks freed, computed again later)
+                       v  │                 │
+                     loading                │
+                       ^──────── waiting <──┘
+
+Running requests and the waiting queue are both kept in the policy's order, so the last running one is always
+the one to preempt.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from pdserve.connectors.base import (
+    ConnectorOutput,
+    KVConnectorScheduler,
+    ScheduledTokens,
+    StepPlan,
+)
+from pdserve.engine.config import SchedulerSettings
+from pdserve.engine.kv_cache_manager import KVCacheManager
+from pdserve.engine.kv_transfers import KVTransfers
+from pdserve.engine.metrics import EngineStats
+from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.scheduler_output import (
+    ModelRunnerOutput,
+    NewRequest,
+    ScheduledRequest,
+    SchedulerOutput,
+)
+from pdserve.errors import OverloadedError
+from pdserve.protocol import FinishReason, RequestOutput, WireError
+
+
+def get_fcfs_order(request: Request) -> tuple[int, int]:
+    """First come, first served; a preempted request keeps its place."""
+    return (0, request.arrival_order)
+
+
+def get_priority_order(request: Request) -> tuple[int, int]:
+    """Lower priority values first; first come among equals."""
+    return (request.priority, request.arrival_order)
+
+
+POLICIES: dict[str, Callable[[Request], tuple[int, int]]] = {
+    "fcfs": get_fcfs_order,
+    "priority": get_priority_order,
+}
+
+
+class Admission(enum.Enum):
+    """What became of a waiting request's turn."""
+
+    ADMITTED = enum.auto()
+    NOT_NOW = enum.auto()
+    """Its KV is being loaded, or the connector asked for patience; others may go first."""
+    NO_MEMORY = enum.auto()
+    """It does not fit; nobody overtakes it."""
+
+
+class Scheduler:
+    """Continuous batching under a token budget.
+
+    Lives on the engine's main thread.
+
+    Args:
+        settings: limits and policy.
+        kv_cache: block tables.
+        connector: the connector's scheduler half.
+        eos_token_ids: tokens that end a request unless it ignores them.
+        stats: counters to keep.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        kv_cache: KVCacheManager,
+        connector: KVConnectorScheduler,
+        *,
+        eos_token_ids: frozenset[int],
+        stats: EngineStats,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._kv_cache = kv_cache
+        self._connector = connector
+        self._eos_token_ids = eos_token_ids
+        self._stats = stats
+        self._clock = clock
+        self._order = POLICIES[settings.policy]
+
+        self._requests: dict[str, Request] = {}
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._transfers = KVTransfers(settings, kv_cache, connector, stats)
+        self._dropped_by_runner: list[str] = []
+        self._known_to_runner: dict[str, int] = {}
+
+    # --- requests come and go ---------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            OverloadedError: the queue is full.
+        """
+        if len(self._waiting) >= self._settings.max_queue_len:
+            raise OverloadedError(
+                f"the instance's queue is full ({self._settings.max_queue_len} requests wait); try again later"
+            )
+        assert request.request_id not in self._requests, f"request id {request.request_id} is in use"
+        self._requests[request.request_id] = request
+        bisect.insort(self._waiting, request, key=self._order)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End these requests without output; unknown and finished ids are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._finish(request, FinishReason.ABORT)
+
+    def fail_requests(self, request_ids: Iterable[str], error: WireError) -> list[RequestOutput]:
+        """End these requests with an error."""
+        outputs = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                outputs.append(self._finish(request, FinishReason.ERROR, error=error))
+        return outputs
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether the request lives here."""
+        return request_id in self._requests
+
+    @property
+    def live_request_ids(self) -> list[str]:
+        """Requests that have not ended."""
+        return list(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place or for KV."""
+        return len(self._waiting) + self._transfers.num_loading
+
+    @property
+    def num_running(self) -> int:
+        """Requests that compute."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some request could compute tokens."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether KV is on its way, in or out, or the runner is still to hear of an end."""
+        return self._transfers.has_any or bool(self._dropped_by_runner)
+
+    def count_used_slots(self) -> int:
+        """Token slots that hold KV of running or waiting requests, for the waste metric."""
+        return sum(r.num_computed_tokens for r in list(self._requests.values()) if self._holds_blocks(r))
+
+    # --- one step ---------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step; nothing counts as computed until ``update_from_output``."""
+        scheduled: dict[str, int] = {}
+        preempted: list[str] = []
+        budget = self._settings.max_num_batched_tokens
+        budget = self._schedule_running(scheduled, preempted, budget)
+        if not preempted:
+            self._schedule_waiting(scheduled, budget)
+        return self._build_output(scheduled, preempted)
+
+    def expire_requests(self) -> list[RequestOutput]:
+        """End the requests whose deadline has passed."""
+        now = self._clock()
+        late = [r for r in self._requests.values() if r.deadline_s is not None and now >= r.deadline_s]
+        error = WireError(
+            code="request_timeout",
+            message="the request's deadline passed before it finished",
+            http_status=504,
+        )
+        return [self._finish(request, FinishReason.TIMEOUT, error=error) for request in late]
+
+    def update_from_output(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestOutput]:
+        """Take in what the step computed and what the connector reports."""
+        outputs = self._update_transfers(result.connector_output)
+        for item in step.scheduled:
+            request = self._requests.get(item.request_id)
+            if request is None:
+                continue  # aborted or failed since
+            if self._transfers.rewind_invalid(request, result.connector_output.invalid_block_ids):
+                continue  # computed on blocks that a synchronous load did not fill: computed again
+            if item.request_id in result.failed:
+                error = WireError(code="engine_error", message=result.failed[item.request_id], retryable=True)
+                outputs.append(self._finish(request, FinishReason.ERROR, error=error))
+            else:
+                outputs.extend(self._update_request(request, item, result))
+        return outputs
+
+    # --- scheduling -------------------------------------------------------------------------------------
+
+    def _schedule_running(self, scheduled: dict[str, int], preempted: list[str], budget: int) -> int:
+        """Running requests first: each its missing tokens, taking blocks from the last one if need be."""
+        index = 0
+        while index < len(self._running) and budget > 0:
+            request = self._running[index]
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            while not self._kv_cache.grow(request.request_id, request.num_computed_tokens + num_tokens):
+                victim = self._running.pop()
+                self._preempt(victim)
+                preempted.append(victim.request_id)
+                if victim is request:
+                    return budget
+            scheduled[request.request_id] = num_tokens
+            budget -= num_tokens
+            index += 1
+        return budget
+
+    def _schedule_waiting(self, scheduled: dict[str, int], budget: int) -> None:
+        """Then waiting ones, in order, while there is budget, a place and memory."""
+        for request in list(self._waiting):
+            if budget <= 0 or len(self._running) + self._transfers.num_loading >= self._settings.max_num_seqs:
+                return
+            if not self._holds_blocks(request):
+                admission = self._admit(request)
+                if admission is Admission.NO_MEMORY:
+                    return
+                if admission is Admission.NOT_NOW:
+                    continue
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            while not self._kv_cache.grow(request.request_id, request.num_computed_tokens + num_tokens):
+                if not self._reclaim(keep=request):
+                    return
+            self._start(request)
+            scheduled[request.request_id] = num_tokens
+            budget -= num_tokens
+
+    def _admit(self, request: Request) -> Admission:
+        """Give a waiting request its blocks: prefix hits, and room for what a connector loads."""
+        prefix = self._kv_cache.find_prefix(request)
+        num_local = len(prefix) * self._kv_cache.block_size
+        match = self._transfers.get_match(request, num_local)
+        if match.num_tokens is None:
+            return Admission.NOT_NOW
+        # Admitting by the whole length, not by the first chunk, keeps prompts from preempting one another.
+        while not self._kv_cache.can_admit(prefix, request.num_tokens):
+            if not self._reclaim(keep=request):
+                return Admission.NO_MEMORY
+        self._kv_cache.admit(request.request_id, prefix, num_local + match.num_tokens)
+        self._stats.count_lookup(request, num_local, match.num_tokens, self._kv_cache.block_size)
+        request.note_admission(num_local)
+        if self._transfers.start_load(request, match):
+            self._remove_waiting(request)
+            return Admission.NOT_NOW
+        return Admission.ADMITTED
+
+    def _start(self, request: Request) -> None:
+        self._remove_waiting(request)
+        request.status = RequestStatus.RUNNING
+        bisect.insort(self._running, request, key=self._order)
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = self._clock()
+            self._stats.queue_time.observe(request.first_scheduled_s - request.received_s)
+            if request.num_computed_tokens < request.num_prompt_tokens:
+                request.add_event("prefill_started", num_cached_tokens=request.num_computed_tokens)
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks; it computes its tokens again later, to the same values."""
+        self._release_blocks(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        request.add_event("preempted", num_tokens=request.num_tokens)
+        self._stats.preemptions.inc()
+        bisect.insort(self._waiting, request, key=self._order)
+
+    def _reclaim(self, *, keep: Request) -> bool:
+        """Take the blocks of the last waiting request that holds some (its loaded KV is computed instead).
+
+        Only when nothing else will give memory back: without this, requests with loaded KV could hold all of
+        it while none of them can go on.
+        """
+        if self._running or self._transfers.has_any:
+            return False
+        for request in reversed(self._waiting):
+            if request is not keep and self._holds_blocks(request):
+                self._release_blocks(request)
+                return True
+        return False
+
+    def _release_blocks(self, request: Request) -> None:
+        self._kv_cache.free(request.request_id)
+        request.num_computed_tokens = 0
+        if self._known_to_runner.pop(request.request_id, None) is not None:
+            self._dropped_by_runner.append(request.request_id)
+
+    def _build_output(self, scheduled: dict[str, int], preempted: list[str]) -> SchedulerOutput:
+        new_requests: list[NewRequest] = []
+        items: list[ScheduledRequest] = []
+        plan: list[ScheduledTokens] = []
+        for request_id, num_tokens in scheduled.items():
+            request = self._requests[request_id]
+            block_ids = self._kv_cache.get_block_ids(request_id)
+            num_known = self._known_to_runner.get(request_id)
+            if num_known is None:
+                new_requests.append(self._build_new_request(request, block_ids))
+            new_block_ids = () if num_known is None else tuple(block_ids[num_known:])
+            self._known_to_runner[request_id] = len(block_ids)
+            items.append(ScheduledRequest(request_id, request.num_computed_tokens, num_tokens, new_block_ids))
+            plan.append(ScheduledTokens(request.kv, block_ids, request.num_computed_tokens, num_tokens))
+        dropped, self._dropped_by_runner = tuple(self._dropped_by_runner), []
+        return SchedulerOutput(
+            new_requests=tuple(new_requests),
+            scheduled=tuple(items),
+            dropped_request_ids=dropped,
+            num_tokens=sum(scheduled.values()),
+            connector_metadata=self._connector.build_connector_metadata(StepPlan(plan, preempted)),
+            finished_sending_due=self._transfers.take_sending_due(),
+        )
+
+    @staticmethod
+    def _build_new_request(request: Request, block_ids: Iterable[int]) -> NewRequest:
+        return NewRequest(
+            request_id=request.request_id,
+            token_ids=tuple(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            block_ids=tuple(block_ids),
+            sampling=request.sampling,
+            wants_prompt_logprobs=request.wants_prompt_logprobs,
+        )
+
+    # --- results ----------------------------------------------------------------------------------------
+
+    def _update_request(
+        self, request: Request, item: ScheduledRequest, result: ModelRunnerOutput
+    ) -> list[RequestOutput]:
+        """One request's step: KV stands in its blocks, and perhaps there is a token."""
+        request.num_computed_tokens = item.num_computed_tokens + item.num_scheduled_tokens
+        self._kv_cache.index_computed_blocks(request)
+        request.note_chunk(item.num_computed_tokens, item.num_scheduled_tokens)
+        request.prompt_logprobs.extend(result.prompt_logprobs.get(request.request_id, ()))
+        token_id = result.sampled_token_ids.get(request.request_id)
+        if token_id is None:
+            return []
+        request.append_token(token_id)
+        self._stats.observe_token(request, self._clock())
+        logprobs = result.logprobs.get(request.request_id)
+        is_first = request.num_new_tokens == 1
+        output = RequestOutput(
+            request_id=request.request_id,
+            new_token_ids=[token_id],
+            logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=request.take_prompt_logprobs(),
+            num_cached_tokens=request.num_cached_tokens or 0 if is_first else 0,
+            num_external_tokens=request.num_external_tokens if is_first else 0,
+            events=request.take_events(),
+        )
+        reason = request.find_finish_reason(self._eos_token_ids)
+        if reason is None:
+            return [output]
+        end = self._finish(request, reason)
+        if self._transfers.defer(end):
+            return [output]  # the hand-off is announced when the KV is saved
+        return [_merge(output, end)]
+
+    def _update_transfers(self, output: ConnectorOutput) -> list[RequestOutput]:
+        """Loads that ended put requests back into the queue; sends that ended free blocks and announce KV."""
+        update = self._transfers.update(output)
+        for request in update.loaded:
+            bisect.insort(self._waiting, request, key=self._order)
+        error = WireError(
+            code="kv_transfer_failed",
+            message="the prompt's KV could not be loaded, and kv_load_failure_policy is 'fail'",
+            retryable=True,
+        )
+        failed = [self._finish(r, FinishReason.ERROR, error=error) for r in update.failed]
+        return [*update.announced, *failed]
+
+    def _finish(self, request: Request, reason: FinishReason, *, error: WireError | None = None) -> RequestOutput:
+        """End a request from any state; its blocks go back, or stay with a transfer until that ends."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        elif request.status is RequestStatus.WAITING:
+            self._remove_waiting(request)
+        del self._requests[request.request_id]
+        if self._known_to_runner.pop(request.request_id, None) is not None:
+            self._dropped_by_runner.append(request.request_id)
+        params = self._transfers.finish(request, reason)
+        request.status = RequestStatus.FINISHED
+        self._stats.count_finished(request, reason, self._clock())
+        return RequestOutput(
+            request_id=request.request_id,
+            finish_reason=reason,
+            stop_token_id=request.get_stop_token_id(reason, self._eos_token_ids),
+            error=error,
+            kv_transfer_params=params,
+            events=request.take_events(),
+        )
+
+    def _remove_waiting(self, request: Request) -> None:
+        index = bisect.bisect_left(self._waiting, self._order(request), key=self._order)
+        if index < len(self._waiting) and self._waiting[index] is request:
+            del self._waiting[index]
+
+    def _holds_blocks(self, request: Request) -> bool:
+        return bool(self._kv_cache.get_block_ids(request.request_id))
+
+
+def _merge(output: RequestOutput, end: RequestOutput) -> RequestOutput:
+    """The request's last token and its end in one message."""
+    return msgspec.structs.replace(
+        output,
+        finish_reason=end.finish_reason,
+        stop_token_id=end.stop_token_id,
+        kv_transfer_params=end.kv_transfer_params,
+        events=[*output.events, *end.events],
+    )
