@@ -94,8 +94,7 @@ def test_command_line_sets_every_kind() -> None:
 def test_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
     path = write(
         tmp_path / "x.toml",
-        '[shape]\nmax_num_seqs = 5\nratio = 1\n[wire]\npeers = ["a"]\n'
-        "[wire.connector_options]\nk = 1\nj = 2\n",
+        '[shape]\nmax_num_seqs = 5\nratio = 1\n[wire]\npeers = ["a"]\n[wire.connector_options]\nk = 1\nj = 2\n',
     )
     config = load("--config", str(path), "--max-num-seqs", "6", "--connector-option", "k=3")
     assert config.group.shape == Shape(max_num_seqs=6, ratio=1.0)

@@ -67,6 +67,7 @@ def build_parser(
     defaults = root()
     parser = _Parser(
         prog=prog,
+        usage="%(prog)s [--option value ...]",
         description=description,
         epilog="examples:\n" + "\n".join(f"  {line}" for line in examples) if examples else None,
         formatter_class=_HelpFormatter,
@@ -130,9 +131,7 @@ def _add_argument(group: argparse._ArgumentGroup, option: Option) -> None:
     metavar = option.metavar or _METAVARS.get(option.kind)
     match option.kind:
         case ValueKind.BOOL:
-            group.add_argument(
-                option.flag, dest=_dest(option), action=argparse.BooleanOptionalAction, help=text
-            )
+            group.add_argument(option.flag, dest=_dest(option), action=argparse.BooleanOptionalAction, help=text)
         case ValueKind.INT:
             group.add_argument(option.flag, dest=_dest(option), type=_integer, metavar=metavar, help=text)
         case ValueKind.FLOAT:
@@ -141,9 +140,7 @@ def _add_argument(group: argparse._ArgumentGroup, option: Option) -> None:
             choices = "{" + ",".join(option.choices) + "}" if option.choices else metavar
             group.add_argument(option.flag, dest=_dest(option), metavar=choices, help=text)
         case ValueKind.STRINGS:
-            group.add_argument(
-                option.flag, dest=_dest(option), action="extend", nargs="+", metavar=metavar, help=text
-            )
+            group.add_argument(option.flag, dest=_dest(option), action="extend", nargs="+", metavar=metavar, help=text)
         case ValueKind.TABLE:
             group.add_argument(
                 option.flag,
@@ -226,13 +223,9 @@ def _read_toml(path: Path, options: Iterable[Option], sections: Iterable[str]) -
     values: dict[tuple[str, str], Any] = {}
     for section, table in _parse_toml(path).items():
         if section not in known_sections:
-            raise ConfigError(
-                f"{path}: {_unknown('section', f'[{section}]', [f'[{s}]' for s in known_sections])}"
-            )
+            raise ConfigError(f"{path}: {_unknown('section', f'[{section}]', [f'[{s}]' for s in known_sections])}")
         if not isinstance(table, dict):
-            raise ConfigError(
-                f"{path}: {section} = {table!r} is not a table; write [{section}] and keys below it"
-            )
+            raise ConfigError(f"{path}: {section} = {table!r} is not a table; write [{section}] and keys below it")
         known_keys = [name for known_section, name in by_key if known_section == section]
         for name, value in table.items():
             if name not in known_keys:

@@ -1,0 +1,82 @@
+"""What other threads, and signal handlers, tell the engine's thread."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+from dataclasses import dataclass
+
+from pdserve.protocol import AddRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """A router's request, of the session with this number."""
+
+    session: int
+    request: AddRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Requests that a router gave up, by its own ids."""
+
+    session: int
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """A router is gone: everything it asked for is to be aborted."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no new requests, finish the running ones, then end."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """Somebody waits for the engine's metrics, which only its own thread may read."""
+
+    answer: concurrent.futures.Future[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class SocketFailed:
+    """The socket thread ended by an unexpected error; nobody can be answered any more."""
+
+
+Command = Add | Abort | SessionClosed | Drain | Scrape | SocketFailed
+
+
+class Inbox:
+    """Commands for the engine's thread, oldest first.
+
+    `put` may be called on any thread and inside a signal handler; `take` on the engine's thread only.
+    """
+
+    def __init__(self) -> None:
+        # Of the standard library's queues, the one whose put is reentrant: a signal handler may call it.
+        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    def __len__(self) -> int:
+        return self._queue.qsize()
+
+    def put(self, command: Command) -> None:
+        """Add a command; wakes `take`."""
+        self._queue.put(command)
+
+    def take(self, timeout_s: float | None) -> list[Command]:
+        """All commands there are; waits for the first one up to ``timeout_s``, for ever if None."""
+        commands: list[Command] = []
+        try:
+            commands.append(self._queue.get(timeout=timeout_s) if timeout_s != 0 else self._queue.get_nowait())
+            while True:
+                commands.append(self._queue.get_nowait())
+        except queue.Empty:
+            return commands

@@ -1,0 +1,193 @@
+"""The busy loop: what routers ask for goes into the engine, what its steps make goes back.
+
+Runs on the main thread, the only one that touches the engine::
+
+    socket thread ── Inbox ──> add, abort ── step ── one message a session ──> socket thread
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from pdserve.engine.server.counters import RateLimitedWarning, ServerCounters
+from pdserve.engine.server.inbox import Abort, Add, Command, Drain, Inbox, Scrape, SessionClosed, SocketFailed
+from pdserve.engine.server.served_engine import ServedEngine
+from pdserve.engine.server.socket_thread import SocketThread
+from pdserve.engine.server.wire_errors import error_output
+from pdserve.errors import EngineError, PdserveError, UnavailableError
+from pdserve.protocol import AddRequest, RequestOutput, StepOutputs
+
+logger = logging.getLogger(__name__)
+
+_TRANSFER_POLL_S = 0.0015
+
+
+class Phase(enum.StrEnum):
+    """What an instance is doing, for its HTTP port."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+class InstanceServer:
+    """Serves one engine until it is drained or fails.
+
+    Args:
+        engine: the engine; the caller closes it.
+        socket_thread: the routers' side; `run` starts and closes it.
+        inbox: what the socket thread, the HTTP port and signal handlers put in.
+        drain_timeout_s: running requests have this long once draining began.
+        counters: what to count with.
+        render_metrics: the engine's metrics; called on this thread.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        socket_thread: SocketThread,
+        inbox: Inbox,
+        *,
+        drain_timeout_s: float,
+        counters: ServerCounters,
+        render_metrics: Callable[[], bytes],
+    ) -> None:
+        self.phase = Phase.STARTING
+        self._engine = engine
+        self._socket_thread = socket_thread
+        self._inbox = inbox
+        self._drain_timeout_s = drain_timeout_s
+        self._counters = counters
+        self._render_metrics = render_metrics
+        self._live: dict[str, tuple[int, str]] = {}
+        """Session and the router's own id of every request that has not ended, by the engine's id."""
+        self._load = engine.get_load()
+        self._drain_deadline_s: float | None = None
+        self._warnings = RateLimitedWarning(logger)
+
+    def run(self) -> int:
+        """Serve. Returns the process's exit status: 0 after a drain, 1 when the engine failed."""
+        self._socket_thread.start()
+        self.phase = Phase.READY
+        try:
+            while not self._is_drained():
+                self._turn()
+        except Exception:
+            logger.exception("the engine failed; its requests are given back and this process ends")
+            self._end_live_requests(EngineError("the engine failed; the request may be tried elsewhere"))
+            return 1
+        else:
+            self._end_live_requests(UnavailableError("the instance ended before the request did"))
+            return 0
+        finally:
+            self.phase = Phase.ENDED
+            self._socket_thread.close()
+
+    def _turn(self) -> None:
+        commands = self._inbox.take(self._wait_s())
+        for command in commands:
+            self._handle(command)
+        outputs: list[RequestOutput] = []
+        if self._engine.has_work() or self._engine.has_transfers():
+            outputs = self._engine.step()
+        if outputs or commands:
+            self._load = self._engine.get_load()
+            self._publish(outputs)
+
+    def _wait_s(self) -> float | None:
+        """How long the loop may wait for commands: not at all with work, for ever with nothing to do."""
+        if self._engine.has_work():
+            return 0
+        if self._engine.has_transfers():
+            return _TRANSFER_POLL_S
+        if self._drain_deadline_s is not None:
+            return max(self._drain_deadline_s - time.monotonic(), 0)
+        return None
+
+    # --- in -------------------------------------------------------------------------------------------
+
+    def _handle(self, command: Command) -> None:
+        match command:
+            case Add(session, request):
+                self._add(session, request)
+            case Abort(session, request_ids):
+                self._abort(_engine_request_id(session, request_id) for request_id in request_ids)
+            case SessionClosed(session):
+                self._abort([key for key, (owner, _) in self._live.items() if owner == session])
+            case Drain(reason):
+                self._start_drain(reason)
+            case Scrape(answer):
+                if answer.set_running_or_notify_cancel():
+                    answer.set_result(self._render_metrics() + self._counters.render())
+            case SocketFailed():
+                raise EngineError("the socket to the routers failed")
+
+    def _add(self, session: int, request: AddRequest) -> None:
+        key = _engine_request_id(session, request.request_id)
+        if key in self._live:
+            # Any answer would be taken for the answer of the request that has this id already.
+            self._counters.refused_requests.labels("duplicate_request_id").inc()
+            self._warnings.warn("duplicate", "a router used the id of a live request again; dropped")
+            return
+        self._live[key] = (session, request.request_id)
+        try:
+            if self._drain_deadline_s is not None:
+                raise UnavailableError("the instance is draining and takes no new requests")
+            self._engine.add_request(msgspec.structs.replace(request, request_id=key))
+        except PdserveError as error:
+            self._counters.refused_requests.labels(error.code).inc()
+            self._publish([error_output(key, error)])
+
+    def _abort(self, keys: Iterable[str]) -> None:
+        aborted = [key for key in keys if self._live.pop(key, None) is not None]
+        if aborted:
+            self._engine.abort_requests(aborted)
+
+    # --- out ------------------------------------------------------------------------------------------
+
+    def _publish(self, outputs: Iterable[RequestOutput]) -> None:
+        """Send outputs, named as each router knows its requests, in one message for each session."""
+        by_session: dict[int, list[RequestOutput]] = {}
+        for output in outputs:
+            owner = self._live.get(output.request_id)
+            if owner is None:
+                continue
+            if output.finish_reason is not None:
+                del self._live[output.request_id]
+            session, request_id = owner
+            named = msgspec.structs.replace(output, request_id=request_id)
+            by_session.setdefault(session, []).append(named)
+        load = msgspec.structs.replace(self._load, draining=self._drain_deadline_s is not None)
+        self._socket_thread.send(
+            {session: StepOutputs(outputs=named, load=load) for session, named in by_session.items()}, load
+        )
+
+    def _end_live_requests(self, error: PdserveError) -> None:
+        self._publish([error_output(key, error) for key in self._live])
+
+    # --- the end --------------------------------------------------------------------------------------
+
+    def _start_drain(self, reason: str) -> None:
+        if self._drain_deadline_s is not None:
+            return
+        self._drain_deadline_s = time.monotonic() + self._drain_timeout_s
+        self.phase = Phase.DRAINING
+        logger.info("draining (%s): %s running requests have %.1f s", reason, len(self._live), self._drain_timeout_s)
+
+    def _is_drained(self) -> bool:
+        if self._drain_deadline_s is None:
+            return False
+        if time.monotonic() >= self._drain_deadline_s:
+            logger.warning("drain deadline: %s requests are given back", len(self._live))
+            return True
+        return not (self._live or self._engine.has_work() or self._engine.has_transfers())
+
+
+def _engine_request_id(session: int, request_id: str) -> str:
+    return f"{session}/{request_id}"

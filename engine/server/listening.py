@@ -1,0 +1,99 @@
+"""Binding an instance's two ports, early and with one plain line when that fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import zmq
+
+from pdserve.errors import ConfigError
+from pdserve.protocol import MAX_FRAME_BYTES
+
+_HIGH_WATER_MARK = 8192
+_LINGER_MS = 1000
+
+
+def bind_router_socket(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> tuple[zmq.Socket[bytes], int]:
+    """The ROUTER socket that routers connect to, and the port it got.
+
+    A send to a peer that is gone or does not read fails instead of being dropped in silence: a token stream
+    must not have a hole.
+
+    Raises:
+        ConfigError: the port is taken or the address is not one of this machine.
+    """
+    bound = context.socket(zmq.ROUTER)
+    bound.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    bound.setsockopt(zmq.LINGER, _LINGER_MS)
+    bound.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+    bound.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+    # Frames up to this are received, counted and dropped; above it ZMQ cuts the connection by itself.
+    bound.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_FRAME_BYTES)
+    bound.setsockopt(zmq.IPV6, int(":" in host))
+    try:
+        bound.bind(f"tcp://{url_host(host)}:{port or '*'}")
+    except zmq.ZMQError as error:
+        bound.close(linger=0)
+        raise _explain(error.errno, str(error), host, port, "--port") from None
+    endpoint = bound.getsockopt_string(zmq.LAST_ENDPOINT)
+    return bound, int(endpoint.rpartition(":")[2])
+
+
+def bind_http_socket(host: str, port: int) -> socket.socket:
+    """A listening TCP socket for the HTTP port.
+
+    Raises:
+        ConfigError: the port is taken or the address is not one of this machine.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        bound.listen()
+    except OSError as error:
+        bound.close()
+        raise _explain(error.errno, str(error), host, port, "--http-port") from None
+    return bound
+
+
+def url_host(host: str) -> str:
+    """``host`` as it stands in a URL: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+@dataclass(frozen=True)
+class ReadyNote:
+    """What a ready file says."""
+
+    instance_id: str
+    generation: str
+    role: str
+    pid: int
+    address: str
+    http: str
+
+    def write(self, path: Path) -> None:
+        """Write the note as JSON; a reader sees all of it or nothing.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            raise ConfigError(f"--ready-file {path}: {error.strerror}") from None
+
+
+def _explain(code: int | None, text: str, host: str, port: int, flag: str) -> ConfigError:
+    if code == errno.EADDRINUSE:
+        return ConfigError(f"port {port} on {host} is in use; choose another with {flag}")
+    if code in (errno.EADDRNOTAVAIL, errno.ENODEV, socket.EAI_NONAME):
+        return ConfigError(f"{host} is not an address of this machine; choose another with --host")
+    return ConfigError(f"cannot listen on {host}:{port} ({flag}): {text}")

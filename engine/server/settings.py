@@ -1,0 +1,55 @@
+"""Settings of an instance, besides those of its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdserve.engine.config import EngineConfig
+from pdserve.protocol import Role
+from pdserve.settings import section, setting
+
+_HTTP_PORT_DISTANCE = 1000
+_MAX_PORT = 65535
+
+
+@dataclass(frozen=True)
+class InstanceSettings:
+    """Where the instance listens, and how it starts and stops."""
+
+    host: str = setting("127.0.0.1", help="address to listen on; 0.0.0.0 for every one", metavar="ADDRESS")
+    port: int = setting(0, help="port that routers connect to; 0 = the system chooses", minimum=0, maximum=_MAX_PORT)
+    http_port: int | None = setting(
+        None,
+        help="port of /health, /ready, /metrics and /drain; 0 = the system chooses; default: port + 1000",
+        minimum=0,
+        maximum=_MAX_PORT,
+    )
+    instance_id: str | None = setting(None, help="name of this instance; default: role-host-port")
+    drain_timeout_s: float = setting(
+        30.0, help="on SIGTERM or POST /drain, running requests have this long to finish", minimum=0
+    )
+    session_timeout_s: float = setting(
+        10.0, help="a router silent for this long is given up and its requests are aborted", minimum=0.1
+    )
+    heartbeat_interval_s: float = setting(1.0, help="routers hear of the load this often", minimum=0.01)
+    log_level: str | None = setting(None, help="debug, info, warning or error; default: PDSERVE_LOG_LEVEL, else info")
+    ready_file: str | None = setting(None, help="once ready, write the addresses to this file as JSON", metavar="PATH")
+
+    def resolve_http_port(self) -> int:
+        """The HTTP port to bind; 0 where the system chooses."""
+        if self.http_port is not None:
+            return self.http_port
+        wanted = self.port + _HTTP_PORT_DISTANCE if self.port else 0
+        return wanted if wanted <= _MAX_PORT else 0
+
+    def resolve_instance_id(self, role: Role, port: int) -> str:
+        """The instance's name, with the port that was bound."""
+        return self.instance_id or f"{role}-{self.host}-{port}"
+
+
+@dataclass(frozen=True)
+class InstanceConfig:
+    """All settings of an instance's process."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    instance: InstanceSettings = section(InstanceSettings)
