@@ -1,0 +1,54 @@
+"""KV connectors: the contract, the registry and the connectors that come with pdserve.
+
+A third party's connector imports from here and from nowhere else. Importing this package loads no torch.
+"""
+
+if not __name__.startswith("pdserve."):
+    raise ImportError(f"import pdserve.connectors, not the bare name {__name__}")
+
+from pdserve.connectors.base import (
+    ConnectorContext,
+    ConnectorFeatures,
+    ConnectorMetadata,
+    ConnectorOutput,
+    ConnectorStats,
+    FinishDecision,
+    KVConnector,
+    KVConnectorScheduler,
+    KVConnectorWorker,
+    KVRequest,
+    MatchResult,
+    ScheduledTokens,
+    StepPlan,
+)
+from pdserve.connectors.registry import ENTRY_POINT_GROUP, connector_names, load_connector
+from pdserve.errors import ConfigError, ConnectorError
+from pdserve.kv_layout import BlockHasher, BlockKey, KVCacheSpec, ModelIdentity
+from pdserve.protocol import KVTransferParams, Role
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "BlockHasher",
+    "BlockKey",
+    "ConfigError",
+    "ConnectorContext",
+    "ConnectorError",
+    "ConnectorFeatures",
+    "ConnectorMetadata",
+    "ConnectorOutput",
+    "ConnectorStats",
+    "FinishDecision",
+    "KVCacheSpec",
+    "KVConnector",
+    "KVConnectorScheduler",
+    "KVConnectorWorker",
+    "KVRequest",
+    "KVTransferParams",
+    "MatchResult",
+    "ModelIdentity",
+    "Role",
+    "ScheduledTokens",
+    "StepPlan",
+    "connector_names",
+    "load_connector",
+]

@@ -224,9 +224,7 @@ class KVConnectorScheduler(Protocol):
         """
         ...
 
-    def update_state_after_alloc(
-        self, request: KVRequest, block_ids: Sequence[int], num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: KVRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """The request has its blocks; load ``num_external_tokens`` tokens into them.
 
         Called by: the scheduler, once for each successful admission, also when the count is 0. ``block_ids``

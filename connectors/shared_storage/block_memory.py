@@ -1,0 +1,56 @@
+"""KV memory as bytes, a row for each block."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pdserve.errors import ConfigError
+from pdserve.kv_layout import DTYPE_BYTES, KVCacheSpec
+
+
+class BlockMemory:
+    """The pool's blocks as rows of bytes, sharing the tensor's memory.
+
+    Args:
+        kv_cache: ``[B, L, 2, K, S, H]``, contiguous, in CPU memory.
+        spec: shape of a block.
+
+    Raises:
+        ConfigError: the tensor is elsewhere or has another shape than ``spec`` says.
+    """
+
+    def __init__(self, kv_cache: torch.Tensor, spec: KVCacheSpec) -> None:
+        if kv_cache.device.type != "cpu":
+            raise ConfigError(
+                f"connector shared_storage moves CPU memory; the KV cache is on {kv_cache.device}: use another one"
+            )
+        shape = tuple(kv_cache.shape[1:])
+        if shape != spec.block_shape or not kv_cache.is_contiguous():
+            raise ConfigError(
+                f"connector shared_storage: KV cache has blocks of shape {shape}, expected {spec.block_shape}"
+            )
+        rows = kv_cache.reshape(kv_cache.shape[0], -1).view(torch.uint8).numpy()
+        self._rows: npt.NDArray[np.uint8] = rows
+        self._by_token = (-1, spec.block_size, spec.head_dim * DTYPE_BYTES[spec.dtype])
+        self._block_size = spec.block_size
+
+    def get_view(self, block_id: int) -> memoryview:
+        """The block's bytes, writable."""
+        row: npt.NDArray[np.uint8] = self._rows[block_id]
+        return row.data
+
+    def copy_out(self, block_id: int, num_tokens: int, target: npt.NDArray[np.uint8]) -> None:
+        """Copy a block, with zeros in the slots behind ``num_tokens``: what others left there stays here."""
+        np.copyto(target, self._rows[block_id])
+        if num_tokens < self._block_size:
+            per_token: npt.NDArray[np.uint8] = target.reshape(self._by_token)
+            per_token[:, num_tokens:] = 0
+
+    def wipe(self, block_id: int) -> None:
+        """Zero a block that unverified bytes were read into.
+
+        Kernels multiply slots behind a sequence's end by zero; a stray NaN would survive that.
+        """
+        self._rows[block_id].fill(0)

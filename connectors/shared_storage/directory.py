@@ -1,0 +1,221 @@
+"""The directory that holds the blocks: names, presence, atomic publication, removal, the inventory.
+
+::
+
+    root/3/f/3fa0….kv         one file a block, named by its key
+    root/tmp/3fa0….<unique>   a block being written; renamed into place when it is whole
+
+Two levels of sixteen: directories stay small up to a few million blocks, and an inventory opens 256 of them.
+
+Engines on several machines may share the directory. Nothing here needs locks, memory maps or a clock in common:
+a rename is atomic, two writers of one key publish equal bytes, and a file that disappears is a miss. The root is
+made once, at start; when somebody removes it later it is not made again, for `pdserve up` removes its own at exit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.errors import ConfigError
+from pdserve.kv_layout import BlockKey
+
+_SUFFIX = ".kv"
+_HEX_DIGITS = "0123456789abcdef"
+_STALE_TEMP_S = 600.0
+_TOUCH_AFTER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One published block in the inventory; ``size_bytes`` is its length."""
+
+    path: str
+    size_bytes: int
+    mtime: float
+
+
+class BlockDirectory:
+    """One process's view of the directory; any thread may use it.
+
+    Args:
+        root: the directory.
+        file_bytes: size of a whole file; one of another size counts as absent.
+        wall_clock: seconds since the epoch, for ages.
+    """
+
+    def __init__(self, root: Path, file_bytes: int, wall_clock: Callable[[], float] = time.time) -> None:
+        self._root = str(root)
+        self._file_bytes = file_bytes
+        self._wall_clock = wall_clock
+        self._token = secrets.token_hex(6)
+        self._serial = itertools.count()
+
+    @property
+    def root(self) -> str:
+        """The directory's path."""
+        return self._root
+
+    def create_root(self, *, must_be_ours: bool) -> None:
+        """Make the directory if it is not there.
+
+        Args:
+            must_be_ours: refuse one of another owner (a well-known name in a directory that all users write to).
+
+        Raises:
+            ConfigError: it cannot be made, is no directory, or is somebody else's.
+        """
+        try:
+            os.makedirs(self._root, mode=0o700, exist_ok=True)
+            owner = os.stat(self._root, follow_symlinks=not must_be_ours).st_uid
+        except OSError as error:
+            raise ConfigError(f"connector shared_storage: cannot use path {self._root}: {error.strerror}") from error
+        if must_be_ours and owner != os.getuid():
+            raise ConfigError(
+                f"connector shared_storage: {self._root} belongs to another user (uid {owner}); set option path"
+            )
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether a whole file for ``key`` is there now; what cannot be read counts as absent."""
+        try:
+            return os.stat(self._path_of(key)).st_size == self._file_bytes
+        except OSError:
+            return False
+
+    def refresh(self, key: BlockKey) -> bool:
+        """`has`, and note the use so that eviction spares the file."""
+        path = self._path_of(key)
+        try:
+            found = os.stat(path)
+        except OSError:
+            return False
+        self._touch(path, found)
+        return found.st_size == self._file_bytes
+
+    def note_use(self, fd: int) -> None:
+        """The file was read: eviction spares it."""
+        self._touch(fd, os.fstat(fd))
+
+    @contextlib.contextmanager
+    def open_for_reading(self, key: BlockKey) -> Iterator[int]:
+        """File descriptor of ``key``'s file.
+
+        Raises:
+            OSError: FileNotFoundError when it is not there.
+        """
+        fd = os.open(self._path_of(key), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def publish(self, key: BlockKey, write: Callable[[int], None]) -> None:
+        """Let ``write`` fill a temporary file, then put it in ``key``'s place in one move.
+
+        Raises:
+            OSError: no room, no permission, or the directory is gone. Nothing is left behind.
+        """
+        path = self._path_of(key)
+        temp = f"{self._root}/tmp/{key.hex}.{self._token}-{next(self._serial)}"
+        try:
+            fd = self._create(temp)
+            try:
+                write(fd)
+            finally:
+                os.close(fd)
+            self._rename(temp, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temp)
+            raise
+
+    def remove(self, key: BlockKey) -> None:
+        """Remove ``key``'s file, if that is possible.
+
+        A good file that another engine publishes in this moment may be hit; that costs a miss.
+        """
+        with contextlib.suppress(OSError):
+            os.unlink(self._path_of(key))
+
+    def list_files(self) -> list[StoredFile]:
+        """All published blocks, in no order.
+
+        Raises:
+            OSError: the root cannot be read.
+        """
+        os.stat(self._root)
+        files: list[StoredFile] = []
+        for first, second in itertools.product(_HEX_DIGITS, repeat=2):
+            files.extend(_list_blocks(f"{self._root}/{first}/{second}"))
+        return files
+
+    def reap_stale_temps(self) -> int:
+        """Remove what writers that died left behind; the number of files removed."""
+        oldest = self._wall_clock() - _STALE_TEMP_S
+        num_removed = 0
+        with contextlib.suppress(OSError), os.scandir(f"{self._root}/tmp") as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_mtime < oldest:
+                        os.unlink(entry.path)
+                        num_removed += 1
+        return num_removed
+
+    def get_space(self) -> tuple[int, int]:
+        """Total and free bytes of the file system.
+
+        Raises:
+            OSError: the root is gone.
+        """
+        stats = os.statvfs(self._root)
+        return stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
+
+    def _path_of(self, key: BlockKey) -> str:
+        name = key.hex
+        return f"{self._root}/{name[0]}/{name[1]}/{name}{_SUFFIX}"
+
+    def _touch(self, target: str | int, found: os.stat_result) -> None:
+        """Set the file's time to now, unless it is about right: a write of metadata costs more than a look."""
+        if self._wall_clock() - found.st_mtime > _TOUCH_AFTER_S:
+            with contextlib.suppress(OSError):
+                os.utime(target)
+
+    def _create(self, temp: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            return os.open(temp, flags, 0o600)
+        except FileNotFoundError:
+            self._make_directory(os.path.dirname(temp))
+            return os.open(temp, flags, 0o600)
+
+    def _rename(self, temp: str, path: str) -> None:
+        try:
+            os.rename(temp, path)
+        except FileNotFoundError:
+            leaf = os.path.dirname(path)
+            self._make_directory(os.path.dirname(leaf))
+            self._make_directory(leaf)
+            os.rename(temp, path)
+
+    @staticmethod
+    def _make_directory(path: str) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+
+
+def _list_blocks(directory: str) -> list[StoredFile]:
+    """Published blocks of one leaf directory; files that are not ours are not listed."""
+    files: list[StoredFile] = []
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.endswith(_SUFFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    files.append(StoredFile(entry.path, found.st_size, found.st_mtime))
+    return files

@@ -1,0 +1,196 @@
+"""Saving: blocks of KV memory into files, with the forward thread paying for a copy in memory only.
+
+A block's way::
+
+    forward thread                          writer thread
+    is it stored, or being written? ──yes──> nothing to do, or wait for that write
+      │ no
+    copy into a staging buffer ───queue────> checksum, write, rename ──> settle everybody who waits for the key
+
+A request's sending has ended when the engine has announced the request's end and none of its keys is being written.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pdserve.connectors.base import ConnectorOutput, ConnectorStats
+from pdserve.connectors.shared_storage.block_memory import BlockMemory
+from pdserve.connectors.shared_storage.block_writer import BlockWriter
+from pdserve.connectors.shared_storage.directory import BlockDirectory
+from pdserve.connectors.shared_storage.failures import Backoff, WarningLimiter
+from pdserve.connectors.shared_storage.messages import BlockTransfer, SaveRequest
+from pdserve.connectors.shared_storage.staging import StagingPool
+from pdserve.connectors.shared_storage.task_threads import TaskThreads
+from pdserve.kv_layout import BlockKey
+
+
+@dataclass(slots=True, eq=False)
+class _Sender:
+    """One request whose blocks are being saved.
+
+    Attributes:
+        pending: keys being written.
+        failed: keys that could not be written and have not been since.
+        num_bytes: written on this request's behalf.
+    """
+
+    pending: set[bytes] = field(default_factory=set)
+    failed: set[bytes] = field(default_factory=set)
+    num_bytes: int = 0
+
+
+class BlockSaver:
+    """Copies out on the forward thread, writes on others, and knows whose sending has ended.
+
+    Args:
+        directory: asked whether a key is stored already.
+        writer: writes one block.
+        staging: bounded memory between the threads.
+        threads: run the writes.
+        backoff: while the writer pauses, blocks are not even copied.
+        warnings: log lines for people.
+        timeout_s: longest wait of one step for staging memory.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        directory: BlockDirectory,
+        writer: BlockWriter,
+        staging: StagingPool,
+        threads: TaskThreads,
+        backoff: Backoff,
+        warnings: WarningLimiter,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._directory = directory
+        self._writer = writer
+        self._staging = staging
+        self._threads = threads
+        self._backoff = backoff
+        self._congestion = Backoff(clock)
+        self._warnings = warnings
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._senders: dict[str, _Sender] = {}
+        self._announced: dict[str, _Sender] = {}
+        self._writing: dict[bytes, list[_Sender]] = {}
+        self._stats = ConnectorStats()
+
+    # --- forward thread -----------------------------------------------------------------------------------
+
+    def save(self, requests: Iterable[SaveRequest], memory: BlockMemory) -> None:
+        """Take a copy of these blocks; when this returns, they may be overwritten."""
+        deadline = self._clock() + self._timeout_s
+        for request in requests:
+            with self._lock:
+                sender = self._senders.setdefault(request.request_id, _Sender())
+            for block in request.blocks:
+                if not self._join_write(sender, block.digest):
+                    self._save_block(sender, block, memory, deadline)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """These requests ended and nobody waits for their sending; what was copied is still written."""
+        with self._lock:
+            for request_id in request_ids:
+                self._senders.pop(request_id, None)
+
+    def take_report(self, finished_request_ids: Sequence[str]) -> ConnectorOutput:
+        """What ended since the last call.
+
+        Args:
+            finished_request_ids: requests whose sending is to be reported from now on. One that is unknown or
+                was reported already is refused and counted.
+        """
+        report = ConnectorOutput()
+        with self._lock:
+            for request_id in finished_request_ids:
+                sender = self._senders.pop(request_id, None)
+                if sender is None:
+                    self._stats.count_failure("unknown")
+                else:
+                    self._announced[request_id] = sender
+            ended = [request_id for request_id, sender in self._announced.items() if not sender.pending]
+            for request_id in ended:
+                sender = self._announced.pop(request_id)
+                report.finished_sending.add(request_id)
+                report.sent_bytes[request_id] = sender.num_bytes
+                if sender.failed:
+                    report.failed_sending.add(request_id)
+            report.stats, self._stats = self._stats, ConnectorStats()
+        return report
+
+    def _join_write(self, sender: _Sender, digest: bytes) -> bool:
+        """Wait for a write of the same key that is under way; whether there is one."""
+        with self._lock:
+            waiting = self._writing.get(digest)
+            if waiting is None:
+                return False
+            if digest not in sender.pending:
+                waiting.append(sender)
+                sender.pending.add(digest)
+            return True
+
+    def _save_block(self, sender: _Sender, block: BlockTransfer, memory: BlockMemory, deadline: float) -> None:
+        key = block.key
+        if self._directory.refresh(key):
+            sender.failed.discard(block.digest)
+            return
+        paused = self._backoff.get_reason() or self._congestion.get_reason()
+        if paused is not None:
+            self._drop(sender, block.digest, paused)
+            return
+        slot = self._staging.acquire(deadline)
+        if slot is None:
+            self._congestion.count_failure("timeout")
+            self._warnings.warn("timeout", "KV is not saved: writing is too slow and the staging memory full")
+            self._drop(sender, block.digest, "timeout")
+            return
+        self._congestion.count_success()
+        memory.copy_out(block.block_id, block.num_tokens, self._staging.get_buffer(slot))
+        with self._lock:
+            self._writing[block.digest] = [sender]
+            sender.pending.add(block.digest)
+        self._threads.submit(functools.partial(self._write, key, slot))
+
+    def _drop(self, sender: _Sender, digest: bytes, kind: str) -> None:
+        with self._lock:
+            sender.failed.add(digest)
+            self._stats.count_failure(kind)
+
+    # --- writer threads -----------------------------------------------------------------------------------
+
+    def _write(self, key: BlockKey, slot: int) -> None:
+        failure: str | None = "io"
+        payload = self._staging.get_buffer(slot).data
+        began = time.perf_counter()
+        try:
+            failure = self._writer.write(key, payload)
+        finally:
+            self._staging.release(slot)
+            self._settle(key.digest, failure, payload.nbytes, time.perf_counter() - began)
+
+    def _settle(self, digest: bytes, failure: str | None, num_bytes: int, seconds: float) -> None:
+        with self._lock:
+            senders = self._writing.pop(digest)
+            for sender in senders:
+                sender.pending.discard(digest)
+                if failure is None:
+                    sender.failed.discard(digest)
+                else:
+                    sender.failed.add(digest)
+            if failure is None:
+                senders[0].num_bytes += num_bytes
+                self._stats.num_blocks_saved += 1
+                self._stats.num_bytes_saved += num_bytes
+                self._stats.save_seconds += seconds
+            else:
+                self._stats.count_failure(failure)

@@ -1,0 +1,71 @@
+"""A few daemon threads that run tasks in order of arrival."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class TaskThreads:
+    """Threads with one queue.
+
+    They are daemons: a disk that never answers must not keep a process from ending.
+
+    Args:
+        name: prefix of the threads' names.
+        num_threads: how many; they start with the first task.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._num_threads = num_threads
+        self._name = name
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run ``task`` soon; after `close`, drop it."""
+        with self._changed:
+            if self._is_closed:
+                return
+            if not self._threads:
+                self._start()
+            self._tasks.append(task)
+            self._changed.notify()
+
+    def close(self, timeout_s: float) -> bool:
+        """Drop what has not begun and wait for the rest; whether all of it ended in time. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._tasks.clear()
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _start(self) -> None:
+        for index in range(self._num_threads):
+            thread = threading.Thread(target=self._run, name=f"{self._name}-{index}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self) -> None:
+        while (task := self._take()) is not None:
+            try:
+                task()
+            except Exception:
+                logger.exception("a task of %s failed", threading.current_thread().name)
+            del task  # a waiting thread keeps nothing alive
+
+    def _take(self) -> Callable[[], None] | None:
+        with self._changed:
+            while not self._tasks and not self._is_closed:
+                self._changed.wait()
+            return self._tasks.popleft() if self._tasks else None

@@ -1,0 +1,118 @@
+"""The half beside a model runner: composes loader and saver, and keeps the step's order."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pdserve.connectors.base import ConnectorContext, ConnectorOutput
+from pdserve.connectors.shared_storage.block_file import BlockFormat
+from pdserve.connectors.shared_storage.block_memory import BlockMemory
+from pdserve.connectors.shared_storage.block_writer import BlockWriter
+from pdserve.connectors.shared_storage.capacity import CapacityKeeper
+from pdserve.connectors.shared_storage.directory import BlockDirectory
+from pdserve.connectors.shared_storage.failures import Backoff, WarningLimiter
+from pdserve.connectors.shared_storage.loads import BlockLoader
+from pdserve.connectors.shared_storage.messages import SaveRequest, StepMetadata
+from pdserve.connectors.shared_storage.options import StorageOptions
+from pdserve.connectors.shared_storage.saves import BlockSaver
+from pdserve.connectors.shared_storage.staging import StagingPool
+from pdserve.connectors.shared_storage.task_threads import TaskThreads
+from pdserve.kv_layout import KVCacheSpec
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class SharedStorageWorker:
+    """Lives on the forward thread; readers and writers are its own threads.
+
+    Args:
+        context: the engine.
+        options: the connector's settings.
+        directory: the store.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        options: StorageOptions,
+        directory: BlockDirectory,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        warnings = WarningLimiter(logger, clock)
+        block_format = BlockFormat(context.identity, context.spec)
+        backoff = Backoff(clock)
+        capacity = CapacityKeeper(directory, max_bytes=options.max_bytes, min_age_s=options.min_age_s, clock=clock)
+        num_slots = options.max_staging_bytes // context.spec.block_bytes
+        self._staging = StagingPool(num_slots, context.spec.block_bytes, clock)
+        self._readers = TaskThreads("kv-load", options.reader_threads)
+        self._writers = TaskThreads("kv-save", options.writer_threads)
+        self._loader = BlockLoader(directory, block_format, self._readers, warnings)
+        self._saver = BlockSaver(
+            directory,
+            BlockWriter(directory, block_format, capacity, backoff, warnings),
+            self._staging,
+            self._writers,
+            backoff,
+            warnings,
+            timeout_s=options.save_timeout_s,
+            clock=clock,
+        )
+        self._memory: BlockMemory | None = None
+        self._step_saves: Sequence[SaveRequest] = ()
+
+    def register_kv_caches(self, kv_cache: torch.Tensor, spec: KVCacheSpec) -> None:
+        """Take the memory that blocks are loaded into and saved from.
+
+        Raises:
+            ConfigError: it is not in CPU memory, or not of the expected shape.
+        """
+        self._memory = BlockMemory(kv_cache, spec)
+
+    def start_load_kv(self, metadata: StepMetadata) -> None:
+        """Queue the step's loads; what the step saves waits for `wait_for_save`.
+
+        Saves of an earlier step whose forward pass failed are dropped: their KV was never computed.
+        """
+        self._saver.forget(metadata.forgotten_request_ids)
+        self._step_saves = metadata.saves
+        if self._memory is not None:
+            for load in metadata.loads:
+                self._loader.start(load, self._memory)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Loads are asynchronous and move whole blocks: there is nothing to wait for."""
+
+    def save_kv_layer(self, layer: int) -> None:
+        """Blocks are saved whole, after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        """Copy the step's complete blocks; writing them happens on the writer threads."""
+        saves, self._step_saves = self._step_saves, ()
+        if self._memory is not None:
+            self._saver.save(saves, self._memory)
+
+    def get_finished(self, finished_request_ids: Sequence[str]) -> ConnectorOutput:
+        """What ended since the last call."""
+        report = self._loader.take_report()
+        sent = self._saver.take_report(finished_request_ids)
+        report.finished_sending = sent.finished_sending
+        report.failed_sending = sent.failed_sending
+        report.sent_bytes = sent.sent_bytes
+        report.stats.add(sent.stats)
+        return report
+
+    def close(self) -> None:
+        """Drop what has not begun, wait a bounded time for what has, and let go of the memory. Idempotent."""
+        self._memory = None
+        self._staging.close()
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        for threads in (self._readers, self._writers):
+            if not threads.close(max(deadline - time.monotonic(), 0.0)):
+                logger.warning("a transfer did not end within %g s", _CLOSE_TIMEOUT_S)

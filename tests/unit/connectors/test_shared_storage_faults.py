@@ -1,0 +1,334 @@
+"""What the disk, other processes and other people may do to the directory: failures as data, exact answers."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.connectors.base import MatchResult
+from pdserve.connectors.shared_storage.block_file import HEADER_BYTES
+from pdserve.connectors.testing import EngineHarness
+from pdserve.connectors.testing.kv_content import TINY_SPEC
+from pdserve.kv_layout import BlockHasher
+
+S = TINY_SPEC.block_size
+PROMPT = list(range(4 * S + 1))
+BAD = 2  # the block that the tests damage
+FILE_BYTES = HEADER_BYTES + TINY_SPEC.block_bytes
+
+
+def path_of(engine: EngineHarness, store: Path, index: int = BAD) -> Path:
+    key = BlockHasher(engine.context.identity.fingerprint).block_keys(PROMPT, S)[index]
+    return store / key.hex[0] / key.hex[1] / f"{key.hex}.kv"
+
+
+def load_damaged(decode: EngineHarness, damage: Callable[[], object], name: str = "d") -> int:
+    """Damage the store between lookup and load; the tokens that arrived."""
+    decode.submit(name, PROMPT)
+    match = decode.lookup(name)
+    assert match.num_tokens == len(PROMPT)
+    decode.admit(name, match.num_tokens)
+    damage()
+    decode.step_until(lambda: name in decode.received)
+    return decode.received[name]
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, FILE_BYTES - 1])
+def test_a_truncated_file_is_a_miss_and_a_reported_failure(make_engine, store: Path, length: int) -> None:
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    prefill.send("p", PROMPT)
+    path = path_of(prefill, store)
+    assert load_damaged(decode, lambda: os.truncate(path, length)) == BAD * S
+    assert decode.stats.failures == {"truncated": 1}
+    assert not path.exists()
+    path.write_bytes(bytes(length))
+    decode.submit("next", PROMPT)
+    assert decode.lookup("next").num_tokens == BAD * S
+
+
+@pytest.mark.parametrize(
+    ("offset", "kind"),
+    [
+        (0, "corrupt"),  # magic
+        (8, "foreign"),  # format version
+        (12, "foreign"),  # number of tokens
+        (16, "foreign"),  # key
+        (32, "foreign"),  # model
+        (48, "foreign"),  # layout
+        (64, "foreign"),  # payload length
+        (72, "corrupt"),  # checksum
+        (HEADER_BYTES, "corrupt"),
+        (FILE_BYTES - 1, "corrupt"),
+    ],
+)
+def test_a_flipped_bit_is_found_wherever_it_is(make_engine, store: Path, offset: int, kind: str) -> None:
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    prefill.send("p", PROMPT)
+    path = path_of(prefill, store)
+    assert load_damaged(decode, lambda: flip(path, offset)) == BAD * S
+    assert decode.stats.failures == {kind: 1}
+    assert not path.exists()
+    assert prefill.send("again", PROMPT)
+    assert decode.load("d2", PROMPT) == len(PROMPT)
+
+
+def test_junk_behind_the_payload_is_corrupt(make_engine, store: Path) -> None:
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    prefill.send("p", PROMPT)
+    path = path_of(prefill, store)
+    assert load_damaged(decode, lambda: path.write_bytes(path.read_bytes() + b"x")) == BAD * S
+    assert decode.stats.failures == {"corrupt": 1}
+
+
+def test_unverified_bytes_do_not_stay_in_memory(make_engine, store: Path) -> None:
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    prefill.send("p", PROMPT)
+    decode.submit("d", PROMPT)
+    block_ids = decode.admit("d", decode.lookup("d").num_tokens or 0)
+    flip(path_of(prefill, store), FILE_BYTES - 1)
+    decode.step_until(lambda: "d" in decode.received)
+    assert not decode.read_block(block_ids[BAD]).any()
+
+
+def test_another_keys_file_in_place_is_foreign(make_engine, store: Path) -> None:
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    prefill.send("p", PROMPT)
+    path, other = path_of(prefill, store), path_of(prefill, store, 1)
+    assert load_damaged(decode, lambda: shutil.copy(other, path)) == BAD * S
+    assert decode.stats.failures == {"foreign": 1}
+
+
+def test_another_models_file_in_place_is_foreign(make_engine, store: Path) -> None:
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    stranger = make_engine("prefill", weights="weights-2")
+    prefill.send("p", PROMPT)
+    stranger.send("p", PROMPT)
+    path, other = path_of(prefill, store), path_of(stranger, store)
+    assert load_damaged(decode, lambda: shutil.copy(other, path)) == BAD * S
+    assert decode.stats.failures == {"foreign": 1}
+
+
+def test_evicted_between_lookup_and_load(make_engine, store: Path) -> None:
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    prefill.send("p", PROMPT)
+    assert load_damaged(decode, path_of(prefill, store).unlink) == BAD * S
+    assert decode.stats.failures == {"missing": 1}
+    assert load_damaged_first(decode, prefill, store) == 0
+
+
+def load_damaged_first(decode: EngineHarness, prefill: EngineHarness, store: Path) -> int:
+    prefill.send("again", PROMPT)
+    return load_damaged(decode, path_of(prefill, store, 0).unlink, "d2")
+
+
+def test_what_could_not_be_read_is_not_promised_again(make_engine, store: Path) -> None:
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    prefill.send("p", PROMPT)
+    path = path_of(prefill, store)
+    load_damaged(decode, path.unlink)
+    prefill.send("again", PROMPT)
+    decode.step(preempted=["d"])
+    assert decode.lookup("d") == MatchResult(0)
+    decode.submit("other", PROMPT)
+    assert decode.lookup("other").num_tokens == len(PROMPT)
+
+
+def test_a_claim_beyond_the_keys_is_a_failure(make_engine) -> None:
+    """An engine that asks for more than was promised gets what there is, and is told so."""
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    prefill.send("p", PROMPT)
+    decode.submit("d", PROMPT)
+    decode.lookup("d")
+    decode.admit("d", len(PROMPT) + S)
+    decode.step_until(lambda: "d" in decode.received)
+    assert decode.received["d"] == len(PROMPT)
+
+
+def test_a_file_that_cannot_be_read(make_engine, store: Path) -> None:
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    prefill.send("p", PROMPT)
+    path = path_of(prefill, store)
+
+    def replace_by_directory() -> None:
+        path.unlink()
+        path.mkdir()
+
+    assert load_damaged(decode, replace_by_directory) == BAD * S
+    assert decode.stats.failures == {"io": 1}
+
+
+# --- writing ----------------------------------------------------------------------------------------------
+
+
+def send_until_whole(engine: EngineHarness, prompt: list[int], timeout_s: float = 10.0) -> int:
+    """Send again and again, as traffic does, until the store takes it; how often it failed before."""
+    deadline = time.monotonic() + timeout_s
+    for attempt in range(1 << 30):
+        if engine.send(f"retry-{len(prompt)}-{attempt}", prompt):
+            return attempt
+        assert time.monotonic() < deadline, "saving was not taken up again"
+    raise AssertionError
+
+
+def test_a_vanished_directory_costs_a_warning_and_comes_back(
+    make_engine, store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    shutil.rmtree(store)
+    with caplog.at_level(logging.WARNING, "pdserve.connectors"):
+        assert not prefill.send("a", PROMPT)
+        assert not prefill.send("b", PROMPT)
+    assert prefill.stats.failures == {"missing": 10}
+    assert [record.getMessage() for record in caplog.records] == [
+        f"KV cannot be saved to {store}: No such file or directory; will try again"
+    ]
+    assert not store.exists()
+    assert decode.load("d", PROMPT) == 0
+    store.mkdir()
+    send_until_whole(prefill, PROMPT)
+    assert decode.load("d2", PROMPT) == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (errno.EROFS, "permission"),
+        (errno.EACCES, "permission"),
+        (errno.ENOSPC, "no_space"),
+        (errno.EDQUOT, "no_space"),
+        (errno.EIO, "io"),
+        (errno.EFBIG, "io"),
+    ],
+)
+@pytest.mark.parametrize("call", ["open", "writev", "rename"])
+def test_a_write_that_fails_is_counted_and_leaves_nothing(
+    make_engine, store: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: str, call: str
+) -> None:
+    prefill = make_engine("prefill")
+    real = getattr(os, call)
+
+    def fail(*args, **kwargs):
+        if call != "open" or "/tmp/" in str(args[0]).removeprefix(str(store)):
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        assert not prefill.send("p", PROMPT)
+    assert prefill.stats.failures == {kind: 5}
+    assert [path for path in store.rglob("*") if path.is_file()] == []
+    send_until_whole(prefill, PROMPT)
+
+
+def test_a_write_in_pieces_is_whole(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Systems may write and read less than they were asked to."""
+    real_write, real_read = os.writev, os.preadv
+    monkeypatch.setattr(os, "writev", lambda fd, parts: real_write(fd, [parts[0][:7]]))
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: real_read(fd, [parts[0][:11]], offset))
+    assert make_engine("prefill").send("p", PROMPT)
+    assert make_engine("decode").load("d", PROMPT) == len(PROMPT)
+
+
+@pytest.fixture
+def small_disk(store: Path) -> Iterator[Path]:
+    """A file system of its own with room for about eight blocks (a file takes a page of 4 KiB)."""
+    store.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32k,nr_inodes=200", "tmpfs", str(store)]
+    if os.getuid() != 0 or subprocess.run(mount, check=False, capture_output=True, timeout=10).returncode:
+        pytest.skip("mounting needs privileges")
+    yield store
+    subprocess.run(["umount", str(store)], check=True, timeout=10)
+
+
+def test_a_full_disk_evicts_the_oldest_and_goes_on(make_engine, small_disk: Path) -> None:
+    prefill = make_engine("prefill", max_bytes="1GiB")
+    for number in range(20):
+        prompt = [number] * (2 * S)
+        assert prefill.send(f"p{number}", prompt)
+        assert make_engine("decode").load("d", prompt) == len(prompt)
+    assert prefill.stats.failures == {}
+
+
+def fill_up(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_disk_filled_by_others_is_a_counted_failure(make_engine, small_disk: Path) -> None:
+    prefill = make_engine("prefill", max_bytes="1GiB")
+    filler = small_disk / "other"
+    fill_up(filler)
+    assert not prefill.send("p", PROMPT)
+    assert prefill.stats.failures == {"no_space": 5}
+    filler.unlink()
+    send_until_whole(prefill, PROMPT)
+
+
+def test_a_writer_killed_half_way_leaves_a_miss(make_engine, store: Path) -> None:
+    """Two writers of one key; the one that dies in the middle of its file publishes nothing."""
+    code = """
+import os, signal, sys
+from pdserve.connectors.shared_storage import SharedStorageConnector
+from pdserve.connectors.testing import EngineHarness, build_context
+from pdserve.protocol import Role
+
+real = os.writev
+def write_half_and_die(fd, parts):
+    real(fd, [parts[0], parts[1][: len(parts[1]) // 2]])
+    os.kill(os.getpid(), signal.SIGKILL)
+os.writev = write_half_and_die
+engine = EngineHarness(SharedStorageConnector, build_context(Role.PREFILL, {"path": sys.argv[1]}))
+engine.send("p", list(range(17)))
+"""
+    writer = subprocess.run([sys.executable, "-c", code, str(store)], check=False, timeout=120)
+    assert writer.returncode == -signal.SIGKILL
+    leftovers = list((store / "tmp").iterdir())
+    assert len(leftovers) == 1
+    decode = make_engine("decode")
+    assert decode.load("d", PROMPT) == 0
+    os.utime(leftovers[0], (0, 0))
+    assert make_engine("prefill").send("p", PROMPT)
+    assert list((store / "tmp").iterdir()) == []
+    assert decode.load("d2", PROMPT) == len(PROMPT)
+
+
+def test_slow_writing_holds_the_step_back_then_drops(make_engine) -> None:
+    """Room for two blocks in staging memory and a writer that is held: the step waits, then gives up on the rest."""
+    prefill = make_engine("prefill", max_staging_bytes=2 * TINY_SPEC.block_bytes + HEADER_BYTES, save_timeout_s=0.05)
+    gate = threading.Event()
+    prefill.worker._writers.submit(gate.wait)
+    prefill.prefill("p", PROMPT)
+    prefill.step()
+    assert prefill.stats.failures == {"timeout": 3}
+    assert "p" not in prefill.sent
+    gate.set()
+    prefill.step_until(lambda: "p" in prefill.sent)
+    assert prefill.sent == {"p": False}
+    assert prefill.stats.num_blocks_saved == 2
+    send_until_whole(prefill, PROMPT)
+
+
+def test_staging_memory_is_reused(make_engine) -> None:
+    prefill = make_engine("prefill", max_staging_bytes=2 * TINY_SPEC.block_bytes + HEADER_BYTES)
+    for number in range(10):
+        assert prefill.send(f"p{number}", [number] * 17)
+    assert prefill.worker._staging.num_free == 2
