@@ -1,0 +1,191 @@
+"""A conversation as token ids, by the model's own chat template.
+
+Contents that spell a special token stay text; see `pdserve.text.special_marks`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from pdserve.errors import RequestError
+from pdserve.text.template_source import compile_template, read_templates
+from pdserve.text.tokenizer import Tokenizer
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_OWN_NAMES = frozenset(("messages", "tools", "add_generation_prompt", *_SPECIAL_NAMES))
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template raises when a conversation is not what it expects: its own errors, or Python's about values."""
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """Renders conversations; safe to use from several threads.
+
+    Args:
+        directory: of the model's files.
+        tokenizer: its tokenizer.
+
+    Raises:
+        ConfigError: the template cannot be read or compiled. A model without one is no error until `render`.
+    """
+
+    def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._marks = tokenizer.marks
+        sources = read_templates(directory, tokenizer.config)
+        self._templates = {
+            name: compile_template(source, self._marks)
+            for name, source in sources.items()
+            if name in ("default", "tool_use")
+        }
+        self._special_tokens = self._read_special_tokens(tokenizer.config)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of the conversation.
+
+        Args:
+            messages: in OpenAI's form; the text parts of a content are joined with newlines.
+            tools: in OpenAI's form.
+            add_generation_prompt: end with the opening of the assistant's turn.
+            continue_final_message: end inside the last message, so that the answer goes on with it.
+            kwargs: the template's own variables (``enable_thinking``, ...).
+
+        Raises:
+            RequestError: the model has no template, or the conversation is one that it refuses.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message needs add_generation_prompt to be false", param="continue_final_message"
+            )
+        if taken := _OWN_NAMES & kwargs.keys():
+            raise RequestError(
+                f"chat_template_kwargs may not set {', '.join(sorted(taken))}", param="chat_template_kwargs"
+            )
+        prepared = [_prepare_message(message, index) for index, message in enumerate(messages)]
+        if not prepared:
+            raise RequestError("messages is empty; it needs at least one message", param="messages")
+        ending = _append_ending(prepared[-1]) if continue_final_message else None
+        variables = {
+            **kwargs,
+            **self._special_tokens,
+            "messages": prepared,
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = self._render(variables)
+        return self._tokenizer.encode_marked(text if ending is None else _cut_at_ending(text, ending))
+
+    def _render(self, variables: dict[str, Any]) -> str:
+        template = self._templates.get("tool_use") if variables["tools"] else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions, or a model that is tuned for chat",
+                param="messages",
+            )
+        try:
+            return template.render(variables)
+        except _TEMPLATE_ERRORS as error:
+            reason = self._marks.remove(str(error)) or type(error).__name__
+            raise RequestError(
+                f"the model's chat template refuses the conversation: {reason}", param="messages"
+            ) from error
+
+    def _read_special_tokens(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """``bos_token`` and the like as a template's variables, marked."""
+        tokens = {}
+        for name in _SPECIAL_NAMES:
+            value = config.get(name)
+            token = value.get("content") if isinstance(value, Mapping) else value
+            if isinstance(token, str):
+                tokens[name] = self._marks.wrap(token)
+        return tokens
+
+
+def _prepare_message(message: Message, index: int) -> dict[str, Any]:
+    """The message as templates want it: content a string, tool arguments an object."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"messages[{index}] needs a role", param=f"messages[{index}].role")
+    prepared = dict(message)
+    prepared["content"] = _join_content(message.get("content"), index)
+    calls = message.get("tool_calls")
+    if calls:
+        prepared["tool_calls"] = [_prepare_call(call, index) for call in calls]
+    elif prepared["content"] is None:
+        # Only a message that calls tools has a reason to be without content, and templates test for that.
+        prepared["content"] = ""
+    return prepared
+
+
+def _join_content(content: Any, index: int) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise RequestError("content is a string or a list of parts", param=f"messages[{index}].content")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            raise RequestError(
+                f"content part of type {kind!r} is not supported; this model takes parts of type 'text'",
+                param=f"messages[{index}].content",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _prepare_call(call: Any, index: int) -> Any:
+    """A tool call with its arguments parsed: OpenAI sends them as JSON text, templates want the object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"]) if function["arguments"].strip() else {}
+    except ValueError as error:
+        raise RequestError(
+            "the arguments of a tool call are not valid JSON", param=f"messages[{index}].tool_calls"
+        ) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _append_ending(message: dict[str, Any]) -> str:
+    """Put a random ending behind the message's content and return it: it shows where the content went."""
+    if not message["content"]:
+        raise RequestError("continue_final_message needs a last message with content", param="messages")
+    ending = f"{secrets.randbits(128):039}"
+    # The space behind it tells whether the template trims the content.
+    message["content"] += ending + " "
+    return ending
+
+
+def _cut_at_ending(text: str, ending: str) -> str:
+    before, found, behind = text.rpartition(ending)
+    if not found:
+        raise RequestError(
+            "continue_final_message cannot be done: the model's chat template leaves out the last message",
+            param="continue_final_message",
+        )
+    return before if behind.startswith(" ") else before.rstrip()
