@@ -1,0 +1,1 @@
+"""Attention and the other kernels of a forward pass, behind one backend interface."""

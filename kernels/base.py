@@ -1,0 +1,192 @@
+"""The interface between models and kernels: a step's description, and what a backend computes with it.
+
+Tensor legend: T packed tokens of a step, R requests, B blocks in the pool, S block size, M max blocks of a
+request, N query heads, K KV heads, H head dim, D model dim, I feed-forward dim, O output dim of a linear.
+
+What every backend promises: a row of a result depends on that row's inputs alone. Not on the other rows, not on
+how many there are, not on how a prompt was cut into steps, not on which blocks hold its KV, not on the number
+of compute threads. Memory of the KV pool behind a request's last token may hold anything, NaN included.
+
+This module knows neither models nor schedulers; a backend knows no weights but those it is handed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """One step: which tokens run, where their KV goes and which context they see.
+
+    Attributes:
+        block_size: S.
+        query_start_loc: R + 1 offsets into the packed tokens; request r owns ``[loc[r], loc[r + 1])``.
+        seq_lens: R context lengths, this step's tokens included.
+        positions: [T] int64, each token's position in its request.
+        slot_mapping: [T] int64, ``block id * S + offset`` where each token's KV goes.
+        block_table: [R, M] int64 block ids of each request, padded with 0.
+    """
+
+    block_size: int
+    query_start_loc: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    positions: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+
+    @classmethod
+    def build(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
+        block_size: int,
+    ) -> AttentionMetadata:
+        """Describe a step from plain lists, all R long.
+
+        Args:
+            query_lens: tokens of each request in this step, at least 1; they are its last ones.
+            seq_lens: context length of each request, this step's tokens included.
+            block_ids: each request's blocks in order; enough for its context, more are ignored.
+            block_size: S.
+        """
+        starts = np.zeros(len(query_lens) + 1, dtype=np.int64)
+        np.cumsum(query_lens, out=starts[1:])
+        request_T = np.repeat(np.arange(len(query_lens)), query_lens)
+        first_R = np.asarray(seq_lens, dtype=np.int64) - np.asarray(query_lens, dtype=np.int64)
+        positions = np.arange(starts[-1]) + (first_R - starts[:-1])[request_T]
+        num_blocks = [-(-length // block_size) for length in seq_lens]
+        table = np.zeros((len(query_lens), max(num_blocks, default=0)), dtype=np.int64)
+        for row, ids, count in zip(table, block_ids, num_blocks, strict=True):
+            row[:count] = ids[:count]
+        slots = table[request_T, positions // block_size] * block_size + positions % block_size
+        return cls(
+            block_size=block_size,
+            query_start_loc=tuple(starts.tolist()),
+            seq_lens=tuple(seq_lens),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(slots),
+            block_table=torch.from_numpy(table),
+        )
+
+
+@dataclass(frozen=True)
+class LinearWeight:
+    """A linear layer's weight in the form its backend computes with.
+
+    Attributes:
+        data: the weight; only the backend that made it knows its layout.
+        bias: [O], or None.
+        in_features: D.
+        out_features: O.
+    """
+
+    data: Tensor
+    bias: Tensor | None
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary embedding of a step's tokens: ``x * cos + swap_halves(x) * sin``.
+
+    Attributes:
+        cos_TH: [T, H] float32, both halves.
+        sin_TH: [T, H] float32, the first half negated.
+    """
+
+    cos_TH: Tensor
+    sin_TH: Tensor
+
+
+class AttentionPlan(Protocol):
+    """What a backend derived from one step's metadata, used for every layer of that step."""
+
+    def attend(self, q_TNH: Tensor, kv_layer: Tensor) -> Tensor:
+        """Causal attention of the step's tokens over their requests' context.
+
+        Args:
+            q_TNH: [T, N, H] rotated queries, in the backend's dtype.
+            kv_layer: [B, 2, K, S, H], one layer of KV memory; the step's own KV stands in it already.
+
+        Returns:
+            [T, N, H] in the backend's dtype.
+        """
+        ...
+
+
+class KernelBackend(Protocol):
+    """The kernels of a forward pass, for one dtype. Used by one thread."""
+
+    @property
+    def name(self) -> str:
+        """The name the registry knows it by."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        ...
+
+    @property
+    def numerics(self) -> str:
+        """The numerics class: equal strings promise equal bits.
+
+        Two backends, or two machines, whose results may differ in a bit have different strings.
+        """
+        ...
+
+    def prepare_linear(self, weight_OD: Tensor, bias_O: Tensor | None) -> LinearWeight:
+        """Bring a weight, once at load, into the form `linear` reads fastest. May keep the tensor itself."""
+        ...
+
+    def linear(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
+        """``x @ weight.T + bias``: [T, O] in the backend's dtype."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last axis, computed in float32 (https://arxiv.org/abs/1910.07467)."""
+        ...
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """Add ``x`` to ``residual`` in place and return the norm of the sum."""
+        ...
+
+    def rotate_and_store(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        rotation: Rotation,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Rotate queries and keys; write keys and values to their slots of ``kv_layer`` in its own dtype.
+
+        Returns:
+            The rotated queries, [T, N, H] in the backend's dtype.
+        """
+        ...
+
+    def build_plan(self, metadata: AttentionMetadata, kv_cache: Tensor, num_heads: int, scale: float) -> AttentionPlan:
+        """Derive from a step's metadata what attention needs in every layer.
+
+        Args:
+            metadata: the step.
+            kv_cache: [B, L, 2, K, S, H]; only its shape, strides and dtype matter here.
+            num_heads: N.
+            scale: what scores are multiplied by.
+        """
+        ...
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        """``silu(gate) * up`` where the last axis holds gate, then up: [T, I]."""
+        ...
