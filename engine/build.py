@@ -18,7 +18,7 @@ from pdserve.engine.core import EngineCore
 from pdserve.engine.executor import UniProcExecutor
 from pdserve.engine.kv_memory import TORCH_DTYPES, allocate_kv_cache, resolve_num_blocks
 from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.models import CausalLM, ModelConfig, load_model
+from pdserve.engine.models import CausalLM, ModelConfig, load_config_file, load_model
 from pdserve.engine.sampling.sampler import Sampler
 from pdserve.errors import ConfigError
 from pdserve.kernels.invariance import check_invariance

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from pdserve.errors import ConfigError
 from pdserve.settings import setting
 
 
@@ -75,3 +76,28 @@ class EngineConfig:
     cache: CacheSettings = field(default_factory=CacheSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     connector: ConnectorSettings = field(default_factory=ConnectorSettings)
+
+
+_SECTIONS = {
+    "model": ModelSettings,
+    "cache": CacheSettings,
+    "scheduler": SchedulerSettings,
+    "connector": ConnectorSettings,
+}
+
+
+def build_config(**settings: Any) -> EngineConfig:
+    """An engine's config from flat settings, each named as in its section.
+
+    Raises:
+        ConfigError: a name that no section has.
+    """
+    sections: dict[str, Any] = {}
+    for name, section in _SECTIONS.items():
+        own = {f.name for f in fields(section)}
+        mine = {key: settings.pop(key) for key in list(settings) if key in own}
+        sections[name] = replace(section(), **mine)
+    if settings:
+        known = sorted(f.name for section in _SECTIONS.values() for f in fields(section))
+        raise ConfigError(f"unknown setting {sorted(settings)[0]!r}; the known ones are {', '.join(known)}")
+    return EngineConfig(**sections)

@@ -8,25 +8,18 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import msgspec
 from tqdm import tqdm
 
 from pdserve.checkpoint import prepare_tokenizer, resolve_model
-from pdserve.engine.config import CacheSettings, ConnectorSettings, EngineConfig, ModelSettings, SchedulerSettings
+from pdserve.engine.config import ModelSettings, build_config
 from pdserve.engine.core import EngineCore
-from pdserve.errors import ConfigError, PdserveError, RequestError
+from pdserve.errors import PdserveError, RequestError
 from pdserve.protocol import AddRequest, FinishReason, RequestOutput, Role, SamplingParams, TokenLogprobs
 from pdserve.text import TextStream, load_tokenizer
-
-_SECTIONS = {
-    "model": ModelSettings,
-    "cache": CacheSettings,
-    "scheduler": SchedulerSettings,
-    "connector": ConnectorSettings,
-}
 
 
 @dataclass(slots=True)
@@ -195,20 +188,3 @@ def _error_from(output: RequestOutput) -> PdserveError:
     error = PdserveError(output.error.message)
     error.code, error.http_status = output.error.code, output.error.http_status
     return error
-
-
-def build_config(**settings: object) -> EngineConfig:
-    """An engine's config from flat settings, each named as in its section.
-
-    Raises:
-        ConfigError: a name that no section has.
-    """
-    sections: dict[str, object] = {}
-    for name, section in _SECTIONS.items():
-        own = {f.name for f in fields(section)}
-        mine = {key: settings.pop(key) for key in list(settings) if key in own}
-        sections[name] = replace(section(), **mine)
-    if settings:
-        known = sorted(f.name for section in _SECTIONS.values() for f in fields(section))
-        raise ConfigError(f"unknown setting {sorted(settings)[0]!r}; the known ones are {', '.join(known)}")
-    return EngineConfig(**sections)  # type: ignore[arg-type]

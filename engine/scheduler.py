@@ -111,6 +111,7 @@ class Scheduler:
         self._transfers = KVTransfers(settings, kv_cache, connector, stats)
         self._dropped_by_runner: list[str] = []
         self._known_to_runner: dict[str, int] = {}
+        self._is_stalled = False
 
     # --- requests come and go ---------------------------------------------------------------------------
 
@@ -127,6 +128,7 @@ class Scheduler:
         assert request.request_id not in self._requests, f"request id {request.request_id} is in use"
         self._requests[request.request_id] = request
         bisect.insort(self._waiting, request, key=self._order)
+        self._is_stalled = False
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End these requests without output; unknown and finished ids are ignored."""
@@ -165,8 +167,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether some request could compute tokens."""
-        return bool(self._waiting or self._running)
+        """Whether some request could compute tokens.
+
+        Waiting ones that the last step could not start wait for a transfer's end, where there is one: until
+        then steps come by the transfers' pace.
+        """
+        return bool(self._running or (self._waiting and not (self._is_stalled and self._transfers.has_any)))
 
     @property
     def has_transfers(self) -> bool:
@@ -187,6 +193,7 @@ class Scheduler:
         budget = self._schedule_running(scheduled, preempted, budget)
         if not preempted:
             self._schedule_waiting(scheduled, budget)
+        self._is_stalled = not scheduled
         return self._build_output(scheduled, preempted)
 
     def expire_requests(self) -> list[RequestOutput]:
