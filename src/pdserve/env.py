@@ -26,3 +26,8 @@ def get_log_level() -> str:
 def get_hub_token() -> str | None:
     """Token for gated models on the hub: ``HF_TOKEN``. Never logged."""
     return os.environ.get("HF_TOKEN")
+
+
+def child_environment(log_level: str) -> dict[str, str]:
+    """This process's environment for a child that logs at ``log_level``."""
+    return {**os.environ, "PDSERVE_LOG_LEVEL": log_level}

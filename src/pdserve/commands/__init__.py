@@ -1,0 +1,1 @@
+"""The subcommands of ``pdserve``, one module each."""

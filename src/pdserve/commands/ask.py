@@ -1,0 +1,153 @@
+"""Asks one question of a running service, and shows the answer as it streams and the way it took."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pdserve.errors import PdserveError
+
+_TIMEOUT_S = 120.0
+_TIMELINE_TIMEOUT_S = 2.0
+_MAX_TOKENS = 128
+
+
+class AskError(PdserveError):
+    """The service did not answer the question."""
+
+
+def start_asking(url: str, prompt: str) -> None:
+    """Ask in a thread of its own, so that the caller goes on watching."""
+    threading.Thread(target=_ask_and_tell, args=(url, prompt), name="ask", daemon=True).start()
+
+
+def _ask_and_tell(url: str, prompt: str) -> None:
+    try:
+        ask(url, prompt)
+    except (OSError, http.client.HTTPException, ValueError, AskError) as error:
+        print(f"\nthe question could not be answered: {error}", flush=True)
+
+
+def ask(url: str, prompt: str) -> None:
+    """Send ``prompt`` as a chat (as a plain completion to a model without a chat template) and print what comes.
+
+    Raises:
+        AskError: the service refused or failed; holds its message.
+        OSError: the service cannot be reached.
+    """
+    model = _get(url, "/v1/models")["data"][0]["id"]
+    body = {"model": model, "max_tokens": _MAX_TOKENS, "temperature": 0, "stream": True}
+    print(f"\n> {prompt}", flush=True)
+    try:
+        request_id = _print_stream(_stream(url, "/v1/chat/completions", {**body, "messages": _user(prompt)}))
+    except AskError as error:
+        if error.http_status != 400:
+            raise
+        request_id = _print_stream(_stream(url, "/v1/completions", {**body, "prompt": prompt}))
+    path = f"/v1/requests/{urllib.parse.quote(request_id)}/timeline"
+    print(f"{describe_way(_get_finished(url, path))}\n(each event: curl {url}{path})\n", flush=True)
+
+
+def describe_way(timeline: Mapping[str, Any]) -> str:
+    """Which instances a request went through, what moved between them and how long each stage took.
+
+    Args:
+        timeline: the router's answer about a finished request.
+    """
+    stages = timeline["stages_ms"]
+    names = {leg["role"]: leg["instance_id"] for leg in timeline["instances"]}
+    prompt, output = timeline["prompt_tokens"], timeline["completion_tokens"]
+    decoder = names.get("decode")
+    first = names.get("prefill", decoder)
+    lines = [f"\nits way: {first} prefilled {prompt} tokens in {_ms(stages.get('prefill'))}"]
+    if decoder is not None and "prefill" in names:
+        lines.append(
+            f"  {timeline['kv_bytes_moved']:,} bytes of KV went to {decoder}: "
+            f"saved in {_ms(stages.get('kv_save'))}, loaded in {_ms(stages.get('kv_load'))}"
+        )
+        lines.append(f"  hand-off, first token to {decoder}'s first step: {_ms(stages.get('handoff'))}")
+    if output > 1:
+        lines.append(f"  {decoder or first} decoded {output - 1} tokens in {_ms(stages.get('decode'))}")
+    lines.append(f"  first token after {_ms(timeline['ttft_ms'])}, all {output} after {_ms(stages.get('total'))}")
+    return "\n".join(lines)
+
+
+def _ms(duration_ms: float | None) -> str:
+    return "an unknown time" if duration_ms is None else f"{duration_ms:.1f} ms"
+
+
+def _get_finished(url: str, path: str) -> dict[str, Any]:
+    """A request's timeline; the stream's end may come a moment before the router has written it up."""
+    deadline_s = time.monotonic() + _TIMELINE_TIMEOUT_S
+    while True:
+        timeline = _get(url, path)
+        if timeline["status"] == "finished":
+            return timeline
+        if time.monotonic() >= deadline_s:
+            raise AskError(f"its timeline is not complete after {_TIMELINE_TIMEOUT_S:.0f} s")
+        time.sleep(0.02)
+
+
+def _user(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
+def _print_stream(events: Iterator[dict[str, Any]]) -> str:
+    """Print the answer's text as it comes; returns the request's id."""
+    request_id = ""
+    for event in events:
+        if "error" in event:
+            raise AskError(event["error"]["message"])
+        request_id = event["id"]
+        for choice in event["choices"]:
+            text = choice["text"] if "text" in choice else choice["delta"].get("content")
+            print(text or "", end="", flush=True)
+    print(flush=True)
+    return request_id
+
+
+def _stream(url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    connection = _connect(url)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise _error(response)
+        for line in response:
+            data = line.decode().strip().removeprefix("data:").strip()
+            if data == "[DONE]":
+                return
+            if data:
+                yield json.loads(data)
+    finally:
+        connection.close()
+
+
+def _get(url: str, path: str) -> dict[str, Any]:
+    connection = _connect(url)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise _error(response)
+        found: dict[str, Any] = json.loads(response.read())
+        return found
+    finally:
+        connection.close()
+
+
+def _connect(url: str) -> http.client.HTTPConnection:
+    parts = urllib.parse.urlsplit(url)
+    return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+
+
+def _error(response: http.client.HTTPResponse) -> AskError:
+    body = json.loads(response.read())
+    error = AskError(body["error"]["message"])
+    error.http_status = response.status
+    return error
