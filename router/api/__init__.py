@@ -1,0 +1,1 @@
+"""The HTTP side of the router: request types, their checks, and the answers' shapes."""

@@ -1,0 +1,104 @@
+"""The application: routes to endpoints, and how errors become answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+import pdserve
+from pdserve.errors import PdserveError, RequestError
+from pdserve.router.api import generate, operations
+from pdserve.router.api.boundary import HttpBoundary
+from pdserve.router.api.errors import error_response, json_response
+from pdserve.router.api.service import RouterService
+
+
+def build_app(service: RouterService) -> FastAPI:
+    """The application of one router; it connects to the instances while it runs."""
+
+    @asynccontextmanager
+    async def run_fleet(_: FastAPI) -> AsyncIterator[None]:
+        service.fleet.start()
+        try:
+            yield
+        finally:
+            await service.fleet.close()
+
+    app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None, lifespan=run_fleet)
+    app.add_middleware(HttpBoundary)
+    app.add_exception_handler(PdserveError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    _add_generation_routes(app, service)
+    _add_operation_routes(app, service)
+    return app
+
+
+def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
+    @app.post("/v1/completions", response_model=None)
+    async def completions(request: Request) -> Response:
+        """Complete a prompt."""
+        return await generate.answer_completion(service, request)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await generate.answer_chat(service, request)
+
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or of messages."""
+        return await operations.tokenize(service, request)
+
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(request: Request) -> Response:
+        """Text of token ids."""
+        return await operations.detokenize(service, request)
+
+
+def _add_operation_routes(app: FastAPI, service: RouterService) -> None:
+    @app.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        """The model that is served."""
+        return operations.list_models(service)
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str) -> Response:
+        """One model."""
+        return operations.show_model(service, name)
+
+    @app.get("/v1/requests/{name}/timeline", response_model=None)
+    async def timeline(name: str) -> Response:
+        """What happened to a request, and when."""
+        return operations.show_timeline(service, name)
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        """Whether the router lives."""
+        return json_response({"status": "ok"})
+
+    @app.get("/ready", response_model=None)
+    async def ready() -> Response:
+        """Whether a request could be served now."""
+        return operations.show_ready(service)
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return operations.show_metrics(service)
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, PdserveError)
+    return error_response(error)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    return error_response(RequestError(message, code=code, http_status=error.status_code))

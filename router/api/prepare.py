@@ -1,0 +1,232 @@
+"""From parsed fields to checked, tokenised prompts and choices that can run. A text is tokenised exactly once."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+import msgspec
+
+from pdserve.errors import RequestError
+from pdserve.protocol import AddRequest, InstanceLimits, SamplingParams
+from pdserve.request_checks import check_length, check_request
+from pdserve.router.api.request_types import ChatFields, CompletionFields, GenerationFields, TokenizeFields
+from pdserve.router.api.sampling import build_sampling, with_seed_of_choice
+from pdserve.router.api.service import RouterService, run_tokenizer
+from pdserve.router.choice import Choice
+from pdserve.router.flow import RequestFlow
+from pdserve.router.legs import GenerationRequest
+from pdserve.router.record import ChoiceRecord, RequestRecord
+from pdserve.text.text_stream import TextStream
+
+_DEFAULT_COMPLETION_TOKENS = 16
+MAX_COMPLETION_LOGPROBS = 5
+MAX_TOP_LOGPROBS = 20
+_OWN_ARGUMENTS = frozenset(("self", "messages", "tools", "add_generation_prompt", "continue_final_message"))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        token_ids: its tokens.
+        text: as the client wrote it; None when it came as token ids or messages.
+    """
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A client's request, checked: nothing raw goes past this point.
+
+    Attributes:
+        prompts: one or several.
+        sampling: of each prompt's first choice; a prompt's own max_tokens may be less.
+        n: choices for each prompt.
+        stream: answer as server-sent events.
+        include_usage: end the stream with the usage.
+        priority: as in `AddRequest`.
+        cache_salt: as in `AddRequest`.
+    """
+
+    prompts: list[Prompt]
+    sampling: list[SamplingParams]
+    n: int
+    stream: bool
+    include_usage: bool
+    priority: int
+    cache_salt: str
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+async def prepare_completion(service: RouterService, fields: CompletionFields) -> PreparedRequest:
+    """Check and tokenise the body of ``/v1/completions``.
+
+    Raises:
+        RequestError: what is wrong with it.
+        UnavailableError: no instance is up that could say what it accepts.
+    """
+    service.check_model(fields.model)
+    limits = service.fleet.get_limits()
+    if fields.logprobs is not None and not 0 <= fields.logprobs <= MAX_COMPLETION_LOGPROBS:
+        raise RequestError(
+            f"logprobs is {fields.logprobs}; it must be between 0 and {MAX_COMPLETION_LOGPROBS}", param="logprobs"
+        )
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise RequestError("best_of is supported only when it equals n", param="best_of", code="unsupported_parameter")
+    max_tokens = _DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
+    sampling = build_sampling(fields, max_tokens=max_tokens, logprobs=fields.logprobs)
+    if fields.echo and fields.logprobs is not None and sampling.prompt_logprobs is None:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=fields.logprobs)
+    prompts = await _tokenize_prompts(service, fields)
+    if fields.max_tokens is None:
+        sampling_of_prompts = [_fit(sampling, len(prompt.token_ids), limits) for prompt in prompts]
+    else:
+        sampling_of_prompts = [sampling] * len(prompts)
+    return _check(service, fields, prompts, sampling_of_prompts, limits)
+
+
+async def prepare_chat(service: RouterService, fields: ChatFields) -> PreparedRequest:
+    """Check and tokenise the body of ``/v1/chat/completions``.
+
+    Raises:
+        RequestError: what is wrong with it.
+        UnavailableError: no instance is up that could say what it accepts.
+    """
+    service.check_model(fields.model)
+    limits = service.fleet.get_limits()
+    num_top = fields.top_logprobs
+    if num_top is not None and not 0 <= num_top <= MAX_TOP_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs is {num_top}; it must be between 0 and {MAX_TOP_LOGPROBS}", param="top_logprobs"
+        )
+    if num_top and not fields.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    sampling = build_sampling(fields, max_tokens=max_tokens, logprobs=(num_top or 0) if fields.logprobs else None)
+    token_ids = await render_chat(service, fields)
+    try:
+        return _check(service, fields, [Prompt(token_ids)], [sampling], limits)
+    except RequestError as error:
+        if error.param == "prompt":
+            error.param = "messages"
+        raise
+
+
+async def render_chat(service: RouterService, fields: ChatFields | TokenizeFields) -> list[int]:
+    """Token ids of a conversation.
+
+    Raises:
+        RequestError: the messages or the template's arguments are wrong.
+    """
+    messages = fields.messages or []
+    continues = bool(fields.continue_final_message)
+    adds = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
+    arguments = fields.chat_template_kwargs or {}
+    if taken := _OWN_ARGUMENTS & arguments.keys():
+        raise RequestError(f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
+    num_characters = sum(len(str(message.get("content"))) for message in messages)
+    return await run_tokenizer(
+        lambda: service.chat_template.render(
+            messages, add_generation_prompt=adds, continue_final_message=continues, **arguments
+        ),
+        num_characters,
+    )
+
+
+def build_choices(
+    service: RouterService, request: PreparedRequest, record: RequestRecord, *, deadline_s: float
+) -> list[Choice]:
+    """The choices, in the order of their indexes: all of the first prompt, then all of the second, and so on."""
+    choices: list[Choice] = []
+    for prompt, sampling in zip(request.prompts, request.sampling, strict=True):
+        for number in range(request.n):
+            own = with_seed_of_choice(sampling, number)
+            generation = GenerationRequest(
+                uuid.uuid4().hex, prompt.token_ids, own, deadline_s, request.priority, request.cache_salt
+            )
+            choice_record = ChoiceRecord(record, len(choices))
+            flow = RequestFlow(generation, service.fleet, service.settings.handoff, choice_record)
+            stream = TextStream(service.tokenizer, prompt.token_ids, own)
+            choices.append(Choice(len(choices), flow, stream, choice_record))
+    return choices
+
+
+# --- prompts ------------------------------------------------------------------------------------------
+
+
+async def _tokenize_prompts(service: RouterService, fields: CompletionFields) -> list[Prompt]:
+    prompt = fields.prompt
+    if isinstance(prompt, str):
+        return [await _tokenize(service, prompt, fields)]
+    if not prompt:
+        raise RequestError("prompt is an empty list", param="prompt")
+    if all(type(item) is int for item in prompt):
+        return [Prompt(prompt)]
+    if len(prompt) > service.settings.admission.max_choices:
+        raise RequestError(
+            f"prompt has {len(prompt)} entries; at most {service.settings.admission.max_choices} are taken",
+            param="prompt",
+        )
+    if all(isinstance(item, str) for item in prompt):
+        return [await _tokenize(service, text, fields) for text in prompt]
+    if all(isinstance(item, list) and all(type(i) is int for i in item) for item in prompt):
+        return [Prompt(item) for item in prompt]
+    raise RequestError(
+        "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
+        param="prompt",
+        code="invalid_type",
+    )
+
+
+async def _tokenize(service: RouterService, text: str, fields: CompletionFields) -> Prompt:
+    if not text:
+        raise RequestError("the prompt is empty; it must hold at least one character", param="prompt")
+    adds = True if fields.add_special_tokens is None else fields.add_special_tokens
+    return Prompt(await run_tokenizer(lambda: service.tokenizer.encode(text, adds), len(text)), text)
+
+
+# --- checks -------------------------------------------------------------------------------------------
+
+
+def _fit(sampling: SamplingParams, num_prompt_tokens: int, limits: InstanceLimits) -> SamplingParams:
+    """The default number of tokens, or what fits behind the prompt, but never less than min_tokens asks for."""
+    room = max(limits.max_model_len - num_prompt_tokens, 1)
+    default = max(_DEFAULT_COMPLETION_TOKENS, sampling.min_tokens)
+    return msgspec.structs.replace(sampling, max_tokens=min(default, room))
+
+
+def _check(
+    service: RouterService,
+    fields: GenerationFields,
+    prompts: list[Prompt],
+    sampling_of_prompts: list[SamplingParams],
+    limits: InstanceLimits,
+) -> PreparedRequest:
+    n = 1 if fields.n is None else fields.n
+    max_choices = service.settings.admission.max_choices
+    if n < 1 or n * len(prompts) > max_choices:
+        raise RequestError(f"n is {n}; it must be at least 1, and prompts times n at most {max_choices}", param="n")
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs are not available with stream", param="prompt_logprobs")
+    if fields.stream_options is not None and not fields.stream:
+        raise RequestError("stream_options needs stream to be true", param="stream_options")
+    for prompt, sampling in zip(prompts, sampling_of_prompts, strict=True):
+        check_request(AddRequest(request_id="", prompt_token_ids=prompt.token_ids, sampling=sampling), limits)
+        check_length(len(prompt.token_ids), sampling.max_tokens, limits)
+    return PreparedRequest(
+        prompts=prompts,
+        sampling=sampling_of_prompts,
+        n=n,
+        stream=bool(fields.stream),
+        include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        priority=fields.priority or 0,
+        cache_salt=fields.cache_salt or "",
+    )

@@ -1,0 +1,122 @@
+"""The router's settings, one section for each part of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.errors import ConfigError
+from pdserve.router.policies import POLICY_NAMES
+from pdserve.settings import section, setting
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """Where clients connect."""
+
+    host: str = setting("127.0.0.1", help="address that clients connect to; 0.0.0.0 for every one", metavar="ADDRESS")
+    port: int = setting(8000, help="port that clients connect to; 0 = the system chooses", minimum=0, maximum=65535)
+    ready_file: str | None = setting(
+        None, help="once clients can connect, write the address to this file as JSON", metavar="PATH"
+    )
+    max_body_bytes: int = setting(
+        8 * 1024 * 1024, help="largest request body; beyond it the answer is 413", minimum=1024
+    )
+    shutdown_timeout_s: float = setting(10.0, help="on SIGTERM, running requests have this long to finish", minimum=0)
+    log_level: str | None = setting(None, help="debug, info, warning or error; default: PDSERVE_LOG_LEVEL, else info")
+
+
+@dataclass(frozen=True)
+class ServedModelSettings:
+    """Which model's tokenizer and chat template the router uses."""
+
+    model: str = setting(
+        "smollm2-135m-instruct",
+        help="the model that the instances run: directory, hub id, .gguf file, or a packaged model's name",
+    )
+    served_model_name: str | None = setting(None, help="name in the API; default: the model's own name")
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """The instances, and how one of them is chosen."""
+
+    prefill: list[str] = setting(
+        [], help="addresses of prefill instances; none = decode instances do everything", metavar="HOST:PORT"
+    )
+    decode: list[str] = setting([], help="addresses of decode instances", metavar="HOST:PORT")
+    prefill_policy: str = setting("least_loaded", choices=POLICY_NAMES, help="how a prefill instance is chosen")
+    decode_policy: str = setting("least_loaded", choices=POLICY_NAMES, help="how a decode instance is chosen")
+    heartbeat_interval_s: float = setting(
+        1.0, help="how often each instance is told that the router lives", minimum=0.01
+    )
+    heartbeat_timeout_s: float = setting(10.0, help="an instance silent for this long is lost", minimum=0.1)
+
+
+@dataclass(frozen=True)
+class HandoffSettings:
+    """A request's way through the pools, and where it goes on when an instance is lost."""
+
+    disaggregation_threshold_tokens: int = setting(
+        0, help="prompts with fewer uncached tokens than this are not handed off; decode does all of it", minimum=0
+    )
+    max_tries: int = setting(3, help="instances that may fail one request before its client gets an error", minimum=1)
+    prefill_wait_s: float = setting(
+        1.0, help="how long a request waits for a lost prefill pool before decode does all of it", minimum=0
+    )
+    failover_wait_s: float = setting(
+        30.0, help="how long a request whose answer has begun waits for an instance to go on at", minimum=0
+    )
+
+
+@dataclass(frozen=True)
+class AdmissionSettings:
+    """How much is let in at once."""
+
+    max_concurrent: int = setting(1024, help="client requests served at once", minimum=1)
+    max_queue: int = setting(1024, help="client requests that may wait; beyond it the answer is 429", minimum=0)
+    max_choices: int = setting(128, help="largest number of prompts times n in one request", minimum=1)
+    request_timeout_s: float = setting(600.0, help="a request that takes longer ends with 504", minimum=0.1)
+    timeline_capacity: int = setting(1000, help="requests whose timelines are kept", minimum=1)
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """All of the router's settings."""
+
+    http: HttpSettings = section(HttpSettings)
+    model: ServedModelSettings = section(ServedModelSettings)
+    pools: PoolSettings = section(PoolSettings)
+    handoff: HandoffSettings = section(HandoffSettings)
+    admission: AdmissionSettings = section(AdmissionSettings)
+
+
+def check_settings(settings: RouterSettings) -> None:
+    """Refuse what single values do not show.
+
+    Raises:
+        ConfigError: naming the setting, its value and what is accepted.
+    """
+    pools = settings.pools
+    if not pools.decode:
+        raise ConfigError("no decode instance is given; name at least one with --decode HOST:PORT")
+    endpoints = [endpoint_of(address) for address in (*pools.prefill, *pools.decode)]
+    doubled = sorted({endpoint for endpoint in endpoints if endpoints.count(endpoint) > 1})
+    if doubled:
+        raise ConfigError(f"instance {doubled[0]} is given more than once, to --prefill or --decode")
+    if pools.heartbeat_timeout_s <= pools.heartbeat_interval_s:
+        raise ConfigError(
+            f"heartbeat_timeout_s is {pools.heartbeat_timeout_s}; it must be above heartbeat_interval_s, "
+            f"{pools.heartbeat_interval_s}"
+        )
+
+
+def endpoint_of(address: str) -> str:
+    """The ZMQ endpoint of an instance's address: ``host:port`` or ``tcp://host:port``.
+
+    Raises:
+        ConfigError: the address is neither.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"instance address {address!r} is not of the form HOST:PORT")
+    return f"tcp://{host}:{port}"

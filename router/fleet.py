@@ -1,0 +1,221 @@
+"""Both pools of one router: who is admitted, what they accept together, and waiting for one to come.
+
+All admitted instances of a router have the same model identity: the first one defines it, and one that differs
+is refused with a line that says in what. When no admitted instance is left, the next one defines it anew.
+Lives on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+import zmq.asyncio
+
+from pdserve.errors import UnavailableError
+from pdserve.kv_layout import ModelIdentity
+from pdserve.protocol import InstanceLimits, Role
+from pdserve.router.config import PoolSettings
+from pdserve.router.instance import Instance
+from pdserve.router.policies import build_policy
+from pdserve.router.pool import Pool
+
+logger = logging.getLogger(__name__)
+
+_RESTART_PAUSE_S = 1.0
+
+
+class FleetMetrics(Protocol):
+    """What the fleet counts."""
+
+    def set_instance_up(self, role: Role, address: str, up: bool) -> None:
+        """An instance came or went."""
+        ...
+
+    def count_refused_instance(self, role: Role) -> None:
+        """An instance was not admitted."""
+        ...
+
+    def count_wire_error(self, role: Role) -> None:
+        """A frame was not understood."""
+        ...
+
+
+class Fleet:
+    """The pools of one router.
+
+    Args:
+        settings: addresses, policies and heartbeats.
+        router_id: this router, unique for each start.
+        model_name: the name this router serves.
+        metrics: counts.
+    """
+
+    def __init__(self, settings: PoolSettings, *, router_id: str, model_name: str, metrics: FleetMetrics) -> None:
+        self._settings = settings
+        self._router_id = router_id
+        self._model_name = model_name
+        self._metrics = metrics
+        self._context = zmq.asyncio.Context()
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._was_prefill_usable = False
+        self._prefill_usable_s = 0.0
+        self.prefill = self._build_pool(Role.PREFILL, settings.prefill, settings.prefill_policy)
+        self.decode = self._build_pool(Role.DECODE, settings.decode, settings.decode_policy)
+
+    def _build_pool(self, role: Role, addresses: list[str], policy: str) -> Pool:
+        instances = [
+            Instance(
+                address,
+                role,
+                router_id=self._router_id,
+                context=self._context,
+                observer=self,
+                heartbeat_interval_s=self._settings.heartbeat_interval_s,
+                heartbeat_timeout_s=self._settings.heartbeat_timeout_s,
+            )
+            for address in addresses
+        ]
+        for address in addresses:
+            self._metrics.set_instance_up(role, address, False)
+        return Pool(role, instances, build_policy(policy))
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to connect; call on the event loop."""
+        self._prefill_usable_s = asyncio.get_running_loop().time()
+        self._tasks = [asyncio.create_task(self._keep_running(instance)) for instance in self.instances]
+
+    async def close(self) -> None:
+        """Say goodbye to every instance and release the sockets; idempotent."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # Waits for the goodbyes to leave, a tenth of a second at most.
+        await asyncio.to_thread(self._context.term)
+
+    @staticmethod
+    async def _keep_running(instance: Instance) -> None:
+        while True:
+            try:
+                await instance.run()
+            except Exception:
+                logger.exception("the session with %s failed; it is opened anew", instance.address)
+                await asyncio.sleep(_RESTART_PAUSE_S)
+
+    # --- questions ------------------------------------------------------------------------------------
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """All configured instances."""
+        return (*self.prefill.instances, *self.decode.instances)
+
+    @property
+    def identity(self) -> ModelIdentity | None:
+        """What all admitted instances have in common; None while there is none."""
+        members = [*self.decode.members, *self.prefill.members]
+        return members[0].ready.identity if members and members[0].ready else None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a request could be answered now."""
+        return bool(self.decode.usable)
+
+    def get_limits(self) -> InstanceLimits:
+        """What every admitted instance accepts: the least of each limit.
+
+        Raises:
+            UnavailableError: no decode instance is up.
+        """
+        members = [*self.decode.members, *self.prefill.members]
+        limits = [member.ready.limits for member in members if member.ready is not None]
+        if not self.is_serving or not limits:
+            raise UnavailableError("no decode instance is up; try again later")
+        names = InstanceLimits.__struct_fields__
+        return InstanceLimits(**{name: min(getattr(limit, name) for limit in limits) for name in names})
+
+    def pool(self, role: Role) -> Pool:
+        """The pool of a role."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    async def wait_for_usable(self, role: Role, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` until the role's pool has a usable instance; whether it has."""
+        pool = self.pool(role)
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while not pool.usable:
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    # --- what instances tell --------------------------------------------------------------------------
+
+    def instance_ready(self, instance: Instance) -> None:
+        """Admit the instance, or refuse it and say why."""
+        instance.refusal = self._find_refusal(instance)
+        if instance.refusal is None:
+            ready = instance.ready
+            assert ready is not None
+            logger.info("%s instance %s at %s is ready", instance.role, ready.instance_id, instance.address)
+            self._metrics.set_instance_up(instance.role, instance.address, True)
+        else:
+            logger.warning(
+                "%s instance %s at %s is refused: %s", instance.role, instance.name, instance.address, instance.refusal
+            )
+            self._metrics.count_refused_instance(instance.role)
+        self._announce()
+
+    def instance_lost(self, instance: Instance) -> None:
+        """It takes no work any more; the refused ones may be the pool now."""
+        self._metrics.set_instance_up(instance.role, instance.address, False)
+        if self.identity is None:
+            for other in self.instances:
+                if other.ready is not None and other.refusal is not None:
+                    self.instance_ready(other)
+        self._announce()
+
+    def instance_load_changed(self, instance: Instance) -> None:
+        """It drains, or does no longer."""
+        if instance.load.draining:
+            logger.info("%s instance %s drains and gets no new work", instance.role, instance.name)
+        self._announce()
+
+    def wire_error(self, instance: Instance) -> None:
+        """It sent a frame that is no message."""
+        self._metrics.count_wire_error(instance.role)
+
+    def _find_refusal(self, instance: Instance) -> str | None:
+        ready = instance.ready
+        assert ready is not None
+        if ready.role is not instance.role:
+            return f"it was started as a {ready.role} instance and is given as --{instance.role}"
+        others = [i for i in self.instances if i is not instance and i.ready is not None and i.refusal is None]
+        for other in others:
+            assert other.ready is not None
+            difference = other.ready.identity.explain_difference(ready.identity)
+            if difference:
+                return f"its model or layout differs from {other.name}'s: {difference}"
+        if ready.model != self._model_name:
+            logger.warning(
+                "%s instance %s serves %s, this router %s: tokens fit only if the tokenizers are the same",
+                instance.role, ready.instance_id, ready.model, self._model_name,
+            )  # fmt: skip
+        return None
+
+    def prefill_patience_s(self, wait_s: float) -> float:
+        """What is left of ``wait_s`` since the prefill pool was last usable: not every request waits anew."""
+        return max(self._prefill_usable_s + wait_s - asyncio.get_running_loop().time(), 0.0)
+
+    def _announce(self) -> None:
+        """Wake everyone who waits; the next one waits on a fresh event."""
+        if self._was_prefill_usable:
+            self._prefill_usable_s = asyncio.get_running_loop().time()
+        self._was_prefill_usable = bool(self.prefill.usable)
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,173 @@
+"""``run-router``: the OpenAI API in front of prefill and decode instances.
+
+It loads the tokenizer and the chat template, connects to the instances that are given, and serves until SIGTERM
+or Ctrl-C; running requests then have ``--shutdown-timeout-s`` to finish. A second signal ends them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from pdserve.checkpoint import prepare_tokenizer, resolve_model
+from pdserve.errors import ConfigError
+from pdserve.log import configure_logging
+from pdserve.router.admission import Admission
+from pdserve.router.api.app import build_app
+from pdserve.router.api.service import RouterService
+from pdserve.router.config import HttpSettings, RouterSettings, check_settings
+from pdserve.router.fleet import Fleet
+from pdserve.router.metrics import RouterMetrics
+from pdserve.router.timeline import TimelineStore
+from pdserve.settings import describe_settings, load_settings
+from pdserve.text import ChatTemplate, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the router; returns the exit status: 0 when it was stopped, 2 when it cannot start."""
+    try:
+        settings = load_settings(
+            RouterSettings,
+            prog="run-router",
+            description="Serve the OpenAI API in front of prefill and decode instances.",
+            examples=[
+                "run-router --prefill 127.0.0.1:8100 --decode 127.0.0.1:8200",
+                "run-router --decode 10.0.0.5:8200 --decode 10.0.0.6:8200 --host 0.0.0.0",
+                "run-router --config router.toml --port 0 --ready-file /run/router.json",
+            ],
+            argv=argv,
+        )
+        check_settings(settings)
+        configure_logging("router", settings.http.log_level)
+        listening = bind_http_socket(settings.http)
+        with contextlib.closing(listening):
+            return _serve(settings, listening)
+    except ConfigError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def bind_http_socket(settings: HttpSettings) -> socket.socket:
+    """The listening socket for clients.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not one of this machine.
+    """
+    host, port = settings.host, settings.port
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from None
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"{host} is not an address of this machine; choose another with --host") from None
+        raise ConfigError(f"cannot listen on {host}:{port} (--host, --port): {error.strerror}") from None
+    return bound
+
+
+def build_service(settings: RouterSettings) -> RouterService:
+    """Load the tokenizer and compose the router's parts.
+
+    Raises:
+        ConfigError: the model's files are missing or wrong.
+    """
+    source = resolve_model(settings.model.model)
+    directory = prepare_tokenizer(source)
+    tokenizer = load_tokenizer(directory)
+    model_name = settings.model.served_model_name or source.name
+    metrics = RouterMetrics()
+    return RouterService(
+        settings=settings,
+        model_name=model_name,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(directory, tokenizer),
+        fleet=Fleet(settings.pools, router_id=uuid.uuid4().hex, model_name=model_name, metrics=metrics),
+        admission=Admission(settings.admission, metrics),
+        metrics=metrics,
+        timelines=TimelineStore(settings.admission.timeline_capacity),
+    )
+
+
+def _serve(settings: RouterSettings, listening: socket.socket) -> int:
+    logger.info("settings", extra={"kv": describe_settings(settings)})
+    config = uvicorn.Config(
+        build_app(build_service(settings)),
+        http="httptools",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(round(settings.http.shutdown_timeout_s), 1),
+    )
+    server = _Server(config, listening, settings.http.ready_file)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(server.serve(sockets=[listening]))
+    return 0 if server.started else 2
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn's server, ending with status 0 on a signal and telling when it can be reached."""
+
+    def __init__(self, config: uvicorn.Config, listening: socket.socket, ready_file: str | None) -> None:
+        super().__init__(config)
+        self._listening = listening
+        self._ready_file = None if ready_file is None else Path(ready_file)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to serve, then say where."""
+        await super().startup(sockets=sockets)
+        host, port = self._listening.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        logger.info("clients connect to %s", url)
+        if self._ready_file is not None:
+            _write_ready_note(self._ready_file, {"http": url, "host": host, "port": port, "pid": os.getpid()})
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop at the first signal, drop what still runs at the second; never raise it again afterwards."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _stop(self, number: signal.Signals) -> None:
+        logger.info("%s: stopping", number.name)
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def _write_ready_note(path: Path, note: dict[str, object]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(note), encoding="utf-8")
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

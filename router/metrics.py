@@ -1,0 +1,79 @@
+"""The router's Prometheus metrics, in a registry of their own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from pdserve.protocol import Role
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
+_PREFIX = "pdserve_router_"
+
+
+class RouterMetrics:
+    """What one router counts. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token", _TTFT_BUCKETS
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Between two arrivals of one choice's tokens", _ITL_BUCKETS
+        )
+        self.request_latency = self._histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its end", _E2E_BUCKETS
+        )
+        self.requests = self._counter(
+            "requests_total", "Requests ended, by endpoint and outcome", "endpoint", "outcome"
+        )
+        self.num_running = self._gauge("num_requests_running", "Requests being served")
+        self.num_waiting = self._gauge("num_requests_waiting", "Requests waiting to be let in")
+        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests let in")
+        self.cached_tokens = self._counter("cached_prompt_tokens_total", "Prompt tokens that were reused")
+        self.generation_tokens = self._counter("generation_tokens_total", "Tokens that went to clients")
+        self.handoffs = self._counter("handoffs_total", "Prefill legs that ended in a hand-off")
+        self.colocated_fallbacks = self._counter(
+            "colocated_fallbacks_total", "Requests that decode did whole because the prefill pool was gone"
+        )
+        self.decode_recomputed_prompts = self._counter(
+            "decode_recomputed_prompts_total", "Hand-offs after which decode computed half of the prompt or more"
+        )
+        self.retries = self._counter("retries_total", "Legs that failed and went on elsewhere, by reason", "reason")
+        self.client_disconnects = self._counter(
+            "client_disconnects_total", "Clients that left before their answer ended"
+        )
+        self._instance_up = self._gauge(
+            "instance_up", "Whether an instance is connected and admitted", "role", "address"
+        )
+        self._instances_refused = self._counter("instances_refused_total", "Instances that were not admitted", "role")
+        self._wire_errors = self._counter("wire_errors_total", "Frames from instances that are no message", "role")
+
+    def render(self) -> bytes:
+        """The exposition format, for ``GET /metrics``."""
+        return generate_latest(self.registry)
+
+    # --- what the fleet tells -------------------------------------------------------------------------
+
+    def set_instance_up(self, role: Role, address: str, up: bool) -> None:
+        """An instance came or went."""
+        self._instance_up.labels(role, address).set(up)
+
+    def count_refused_instance(self, role: Role) -> None:
+        """An instance was not admitted."""
+        self._instances_refused.labels(role).inc()
+
+    def count_wire_error(self, role: Role) -> None:
+        """A frame was not understood."""
+        self._wire_errors.labels(role).inc()
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(_PREFIX + name, text, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(_PREFIX + name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(_PREFIX + name, text, labels, registry=self.registry)
