@@ -177,15 +177,18 @@ class Instance:
 
     async def run(self) -> None:
         """Keep a session with the instance until cancelled."""
-        while True:
-            try:
-                await self._run_session()
-            except* SessionEndedError as ended:
-                self._end_session(str(ended.exceptions[0]))
-            except asyncio.CancelledError:
-                self._lose_legs("the router stops")
-                raise
-            await asyncio.sleep(RECONNECT_PAUSE_S)
+        try:
+            while True:
+                try:
+                    await self._run_session()
+                except* SessionEndedError as ended:
+                    reason = str(ended.exceptions[0])
+                    if self.ready is not None:
+                        logger.warning("%s instance %s at %s is lost: %s", self.role, self.name, self.address, reason)
+                    self._end_session(reason)
+                await asyncio.sleep(RECONNECT_PAUSE_S)
+        finally:
+            self._end_session("the router's session with it ended")
 
     async def _run_session(self) -> None:
         socket = self._context.socket(zmq.DEALER)
@@ -223,17 +226,13 @@ class Instance:
             socket.close(linger=100)
 
     def _end_session(self, reason: str) -> None:
-        self._lose_legs(reason)
-        was_ready, name = self.ready is not None, self.name
-        self.ready, self.refusal, self.load, self.num_unreported = None, None, InstanceLoad(), 0
-        if was_ready:
-            logger.warning("%s instance %s at %s is lost: %s", self.role, name, self.address, reason)
-            self._observer.instance_lost(self)
-
-    def _lose_legs(self, reason: str) -> None:
         legs, self._legs = self._legs, {}
         for leg in legs.values():
             leg.lose(f"{self.role} instance {self.name} was lost: {reason}")
+        was_ready = self.ready is not None
+        self.ready, self.refusal, self.load, self.num_unreported = None, None, InstanceLoad(), 0
+        if was_ready:
+            self._observer.instance_lost(self)
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket, connected: asyncio.Event) -> None:
         while True:
