@@ -44,8 +44,8 @@ def bind_router_socket(context: zmq.Context[zmq.Socket[bytes]], host: str, port:
     return bound, int(endpoint.rpartition(":")[2])
 
 
-def bind_http_socket(host: str, port: int) -> socket.socket:
-    """A listening TCP socket for the HTTP port.
+def bind_http_socket(host: str, port: int, flag: str = "--http-port") -> socket.socket:
+    """A listening TCP socket for an HTTP port that ``flag`` sets.
 
     Raises:
         ConfigError: the port is taken or the address is not one of this machine.
@@ -57,7 +57,7 @@ def bind_http_socket(host: str, port: int) -> socket.socket:
         bound.listen()
     except OSError as error:
         bound.close()
-        raise _explain(error.errno, str(error), host, port, "--http-port") from None
+        raise _explain(error.errno, str(error), host, port, flag) from None
     return bound
 
 

@@ -40,7 +40,7 @@ def ask(url: str, prompt: str) -> None:
         AskError: the service refused or failed; holds its message.
         OSError: the service cannot be reached.
     """
-    model = _get(url, "/v1/models")["data"][0]["id"]
+    model = get_json(url, "/v1/models")["data"][0]["id"]
     body = {"model": model, "max_tokens": _MAX_TOKENS, "temperature": 0, "stream": True}
     print(f"\n> {prompt}", flush=True)
     try:
@@ -85,7 +85,7 @@ def _get_finished(url: str, path: str) -> dict[str, Any]:
     """A request's timeline; the stream's end may come a moment before the router has written it up."""
     deadline_s = time.monotonic() + _TIMELINE_TIMEOUT_S
     while True:
-        timeline = _get(url, path)
+        timeline = get_json(url, path)
         if timeline["status"] == "finished":
             return timeline
         if time.monotonic() >= deadline_s:
@@ -128,7 +128,13 @@ def _stream(url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any
         connection.close()
 
 
-def _get(url: str, path: str) -> dict[str, Any]:
+def get_json(url: str, path: str) -> dict[str, Any]:
+    """The service's answer to a GET.
+
+    Raises:
+        AskError: its status is not 200.
+        OSError: the service cannot be reached.
+    """
     connection = _connect(url)
     try:
         connection.request("GET", path)
@@ -148,6 +154,6 @@ def _connect(url: str) -> http.client.HTTPConnection:
 
 def _error(response: http.client.HTTPResponse) -> AskError:
     body = json.loads(response.read())
-    error = AskError(body["error"]["message"])
+    error = AskError(body["error"]["message"] if "error" in body else f"status {response.status}")
     error.http_status = response.status
     return error

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pdserve import env
-from pdserve.commands.ask import start_asking
+from pdserve.commands.ask import AskError, get_json, start_asking
 from pdserve.decode.main import DecodeConfig
 from pdserve.engine.config import ConnectorSettings, EngineConfig
+from pdserve.engine.server.listening import bind_http_socket
 from pdserve.engine.server.settings import InstanceConfig, InstanceSettings
 from pdserve.errors import ConfigError
 from pdserve.prefill.main import PrefillConfig
@@ -28,6 +30,8 @@ from pdserve.supervisor.stop_request import StopRequest
 
 _LOOPBACK = "127.0.0.1"
 _ORPHAN_GRACE_S = 5.0
+_SERVED_TIMEOUT_S = 30.0
+_SERVED_POLL_S = 0.05
 _AUTO = "auto"
 
 
@@ -81,19 +85,27 @@ def run(argv: Sequence[str]) -> int:
         ],
         argv=argv,
     )
+    # A taken port is told before models are loaded; the router binds it for good at the end.
+    bind_http_socket(config.up.host, config.up.port, "--port").close()
     stop_request = StopRequest()
     stop_request.install()
     with contextlib.closing(RunDirectory(_ORPHAN_GRACE_S)) as run_directory:
         surroundings = Surroundings(
             directory=run_directory.path,
             log_level=config.up.log_level or env.get_log_level(),
-            show_line=partial(print, file=sys.stderr, flush=True),
-            announce=partial(print, flush=True),
+            show_line=partial(_say, file=sys.stderr),
+            announce=_say,
             watch=run_directory.watch,
         )
         deployment = Deployment(surroundings, stop_request, config.up.drain_timeout_s)
         with _stopping(deployment):
             return _serve(config, deployment, stop_request, run_directory.path)
+
+
+def _say(line: str, file: TextIO | None = None) -> None:
+    """Print a line; a reader that went away (a closed pipe or terminal) does not end the service."""
+    with contextlib.suppress(OSError):
+        print(line, file=file, flush=True)
 
 
 @contextlib.contextmanager
@@ -111,8 +123,10 @@ def _serve(config: UpConfig, deployment: Deployment, stop_request: StopRequest, 
     (router,) = deployment.start([plan_router(config, instances)])
     if stop_request.is_set or router.note is None:
         return 0
-    url = f"http://{router.note['host']}:{router.note['port']}"
-    print(describe(deployment.members, url), flush=True)
+    url = str(router.note["http"])
+    if not _wait_until_served(url, stop_request):
+        return 0
+    _say(describe(deployment.members, url))
     if config.up.ask is not None:
         start_asking(url, config.up.ask)
     decoders = instances[config.up.prefill :]
@@ -122,9 +136,26 @@ def _serve(config: UpConfig, deployment: Deployment, stop_request: StopRequest, 
 
     deployment.watch(is_lost)
     if stop_request.is_set:
-        print("stopping", flush=True)
+        _say("stopping")
         return 0
     raise ConfigError("nothing is left that could serve; see the lines above")
+
+
+def _wait_until_served(url: str, stop_request: StopRequest) -> bool:
+    """Wait until the router has found its instances; False when the user wants to stop before that.
+
+    Raises:
+        ConfigError: it does not find them.
+    """
+    deadline_s = time.monotonic() + _SERVED_TIMEOUT_S
+    while not stop_request.is_set:
+        with contextlib.suppress(OSError, AskError):
+            get_json(url, "/ready")
+            return True
+        if time.monotonic() >= deadline_s:
+            raise ConfigError(f"the router reached no instance within {_SERVED_TIMEOUT_S:.0f} s; see the lines above")
+        time.sleep(_SERVED_POLL_S)
+    return False
 
 
 def plan_instances(config: UpConfig, directory: Path) -> list[Plan]:

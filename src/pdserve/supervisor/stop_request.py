@@ -17,7 +17,9 @@ class StopRequest:
     def install(self) -> None:
         """Take over the signals; call on the main thread."""
         for number in _SIGNALS:
-            signal.signal(number, self._handle)
+            # nohup has SIGHUP ignored: then a closed terminal is no wish to stop.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
     @property
     def is_set(self) -> bool:

@@ -1,0 +1,52 @@
+"""Freezes the names of all options: whoever renames or drops one breaks people's scripts and has to mean it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.commands.up import UpConfig
+from pdserve.decode.main import DecodeConfig
+from pdserve.prefill.main import PrefillConfig
+from pdserve.router.config import RouterSettings
+from pdserve.settings import option_flags
+
+EVERY = "--config --help --version"
+ENGINE = """
+    --model --served-model-name --dtype --max-model-len --kernel-backend --num-threads
+    --block-size --kv-dtype --num-blocks --memory-fraction --enable-prefix-caching
+    --policy --max-num-seqs --max-num-batched-tokens --max-queue-len --kv-load-failure-policy
+    --connector --connector-option
+"""
+INSTANCE = """
+    --host --port --http-port --instance-id --drain-timeout-s --session-timeout-s --heartbeat-interval-s
+    --log-level --ready-file
+"""
+ROUTING = """
+    --prefill-policy --decode-policy --disaggregation-threshold-tokens --max-tries --prefill-wait-s
+    --failover-wait-s --max-concurrent --max-queue --max-choices --request-timeout-s --timeline-capacity
+    --max-body-bytes
+"""
+ROUTER = """
+    --host --port --ready-file --shutdown-timeout-s --log-level --model --served-model-name
+    --prefill --decode --heartbeat-interval-s --heartbeat-timeout-s
+"""
+UP = "--prefill --decode --host --port --ask --pin --log-level --drain-timeout-s"
+
+
+@pytest.mark.parametrize(
+    ("root", "groups"),
+    [
+        (PrefillConfig, (ENGINE, INSTANCE)),
+        (DecodeConfig, (ENGINE, INSTANCE)),
+        (RouterSettings, (ROUTER, ROUTING)),
+        (UpConfig, (UP, ENGINE, ROUTING)),
+    ],
+)
+def test_option_names_are_frozen(root: type, groups: tuple[str, ...]) -> None:
+    assert option_flags(root) == sorted(" ".join((EVERY, *groups)).split())
+
+
+def test_default_ports_do_not_meet() -> None:
+    prefill, decode, router = PrefillConfig().instance, DecodeConfig().instance, RouterSettings().http
+    ports = [prefill.port, prefill.resolve_http_port(), decode.port, decode.resolve_http_port(), router.port]
+    assert ports == [8100, 9100, 8200, 9200, 8000]
