@@ -8,6 +8,11 @@ need_library() { # file, package
     "$python" -c "import ctypes; ctypes.CDLL('$1')" 2>/dev/null || missing="$missing $2"
 }
 
+need_command() { # command, package
+    command -v "$1" >/dev/null || missing="$missing $2"
+}
+
+need_command c++ g++
 need_library libgomp.so.1 libgomp1
 need_library libstdc++.so.6 libstdc++6
 

@@ -141,8 +141,16 @@ class InstanceServer:
                 raise UnavailableError("the instance is draining and takes no new requests")
             self._engine.add_request(msgspec.structs.replace(request, request_id=key))
         except PdserveError as error:
-            self._counters.refused_requests.labels(error.code).inc()
-            self._publish([error_output(key, error)])
+            self._refuse(key, error)
+        except Exception:
+            # One request must not cost the others their engine.
+            logger.exception("the engine failed to take a request")
+            self._engine.abort_requests([key])
+            self._refuse(key, EngineError("the engine failed to take the request"))
+
+    def _refuse(self, key: str, error: PdserveError) -> None:
+        self._counters.refused_requests.labels(error.code).inc()
+        self._publish([error_output(key, error)])
 
     def _abort(self, keys: Iterable[str]) -> None:
         aborted = [key for key in keys if self._live.pop(key, None) is not None]

@@ -63,6 +63,8 @@ class ScriptedEngine:
 
     def add_request(self, request: AddRequest) -> None:
         assert request.request_id not in self.live
+        if request.prompt_token_ids == [666]:
+            raise ZeroDivisionError("a mistake in the engine")
         if not request.prompt_token_ids:
             raise RequestError("the prompt is empty", param="prompt")
         if len(self.live) >= self.max_live:

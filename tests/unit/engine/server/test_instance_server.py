@@ -90,6 +90,18 @@ def test_refusals_of_the_engine_are_answered_and_leave_nothing(start_instance) -
     assert router.wait_for(type(router.others[-1]), lambda m: getattr(m, "outputs", None)) is not None
 
 
+def test_a_request_that_trips_the_engine_costs_only_itself(start_instance, caplog) -> None:
+    instance = start_instance()
+    router = instance.connect()
+    router.open()
+    router.add("other", [10], max_tokens=50)
+    router.add("bad", [666])
+    (refusal,) = router.finish("bad")
+    assert (refusal.error.code, refusal.error.http_status) == ("engine_error", 500)
+    assert router.tokens("other") == list(range(11, 61))
+    assert "a mistake in the engine" in caplog.text
+
+
 def test_the_id_of_a_live_request_is_not_taken_twice(start_instance, wait) -> None:
     instance = start_instance()
     router = instance.connect()
