@@ -154,7 +154,10 @@ class FinishDecision:
 
 @dataclass(slots=True)
 class ConnectorStats:
-    """Counters since the last report; plain sums, so they add up over ranks and children."""
+    """Counters since the last report; plain sums, so they add up over ranks and children.
+
+    Seconds are those that the connector's threads spent, so two loads side by side count twice.
+    """
 
     num_blocks_saved: int = 0
     num_bytes_saved: int = 0
@@ -220,6 +223,9 @@ class KVConnectorScheduler(Protocol):
         Called by: the scheduler, when a waiting request is considered, also again after a failed allocation.
         Must not: change any state, promise what cannot be loaded now, count a partial block as a full one, or
         count tokens past the prompt. The scheduler itself keeps one token back to compute where it needs one.
+        ``num_computed_tokens`` may lie beyond the prompt (a resumed request) or inside a block; that block's
+        first tokens may be shared, so a connector that moves whole blocks answers 0 there. What it notes for
+        `update_state_after_alloc` (where the load would start) must not change any later answer.
         On failure: answer 0; never raise.
         """
         ...
@@ -229,7 +235,9 @@ class KVConnectorScheduler(Protocol):
 
         Called by: the scheduler, once for each successful admission, also when the count is 0. ``block_ids``
         is the whole block table; the tokens to load start behind the locally computed ones, which lie in the
-        first blocks. Decide by the count, not by the blocks.
+        first blocks: at the ``num_computed_tokens`` of this request's last lookup. The count may be less than
+        was promised, also by a part of a block. Decide by the count, not by the blocks. A load noted here goes
+        out with the next metadata and is reported even if the request ends in between: its blocks wait for it.
         """
         ...
 
@@ -268,8 +276,10 @@ class KVConnectorWorker(Protocol):
         ...
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
-        """Begin the step's loads; called before the forward pass.
+        """Begin the step's loads; called before the forward pass, once a step.
 
+        ``metadata`` is all the step's message: what `wait_for_save` needs is kept from here. A step whose
+        forward pass failed has no `wait_for_save`; what it was to save is dropped at the next call.
         Blocks of asynchronous loads belong to the connector until their end is reported. A synchronous load
         is done when this (or `wait_for_layer_load`, if layerwise) returns.
         """
@@ -295,7 +305,8 @@ class KVConnectorWorker(Protocol):
 
         Args:
             finished_request_ids: requests for which ``request_finished`` answered that a report of their
-                sending will come, each given once, in the step after.
+                sending will come, each given once, in the step after. One that is unknown, or given a second
+                time, is refused: it is counted and never reported.
         """
         ...
 

@@ -23,7 +23,8 @@ class StagingPool:
 
     def __init__(self, num_slots: int, slot_bytes: int, clock: Callable[[], float]) -> None:
         self._buffers: npt.NDArray[np.uint8] = np.empty((num_slots, slot_bytes), dtype=np.uint8)
-        self._free = list(reversed(range(num_slots)))
+        self._num_touched = 0
+        self._returned: list[int] = []
         self._changed = threading.Condition()
         self._clock = clock
         self._is_closed = False
@@ -32,16 +33,21 @@ class StagingPool:
     def num_free(self) -> int:
         """Buffers not in use."""
         with self._changed:
-            return len(self._free)
+            return self._count_free()
 
     def acquire(self, deadline: float) -> int | None:
         """A free buffer's number; blocks until there is one, the pool is closed or ``deadline`` (then None)."""
         with self._changed:
-            while not self._free and not self._is_closed:
+            while not self._count_free() and not self._is_closed:
                 remaining = deadline - self._clock()
                 if remaining <= 0 or not self._changed.wait(remaining):
                     break
-            return self._free.pop() if self._free and not self._is_closed else None
+            if self._is_closed or not self._count_free():
+                return None
+            if self._returned:
+                return self._returned.pop()
+            self._num_touched += 1
+            return self._num_touched - 1
 
     def get_buffer(self, slot: int) -> npt.NDArray[np.uint8]:
         """Buffer ``slot``."""
@@ -51,7 +57,7 @@ class StagingPool:
     def release(self, slot: int) -> None:
         """Give a buffer back."""
         with self._changed:
-            self._free.append(slot)
+            self._returned.append(slot)
             self._changed.notify()
 
     def close(self) -> None:
@@ -59,3 +65,6 @@ class StagingPool:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+    def _count_free(self) -> int:
+        return len(self._buffers) - self._num_touched + len(self._returned)

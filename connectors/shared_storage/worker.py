@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -35,20 +35,14 @@ class SharedStorageWorker:
         context: the engine.
         options: the connector's settings.
         directory: the store.
-        clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        context: ConnectorContext,
-        options: StorageOptions,
-        directory: BlockDirectory,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, context: ConnectorContext, options: StorageOptions, directory: BlockDirectory) -> None:
+        clock = time.monotonic
         warnings = WarningLimiter(logger, clock)
         block_format = BlockFormat(context.identity, context.spec)
         backoff = Backoff(clock)
-        capacity = CapacityKeeper(directory, max_bytes=options.max_bytes, min_age_s=options.min_age_s, clock=clock)
+        capacity = CapacityKeeper(directory, max_bytes=options.max_bytes, min_age_s=options.min_age_s)
         num_slots = options.max_staging_bytes // context.spec.block_bytes
         self._staging = StagingPool(num_slots, context.spec.block_bytes, clock)
         self._readers = TaskThreads("kv-load", options.reader_threads)

@@ -34,6 +34,7 @@ from pdserve.kv_layout import DTYPE_BYTES, BlockHasher
 from pdserve.protocol import KVTransferParams
 
 _POISON = 0xA5
+_IDLE_STEP_S = 0.0002
 
 
 class RuleViolationError(AssertionError):
@@ -171,6 +172,9 @@ class EngineHarness:
     def step_until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         """Idle steps until ``condition`` holds.
 
+        There is a moment between two steps: a loop that never lets go of the interpreter would starve the
+        connector's threads.
+
         Raises:
             TimeoutError: it never did.
         """
@@ -179,6 +183,7 @@ class EngineHarness:
             if time.monotonic() > deadline:
                 raise TimeoutError("the connector did not get there in time")
             self.step()
+            time.sleep(_IDLE_STEP_S)
 
     def close(self) -> None:
         """Close both halves."""

@@ -139,6 +139,19 @@ def load_damaged_first(decode: EngineHarness, prefill: EngineHarness, store: Pat
     return load_damaged(decode, path_of(prefill, store, 0).unlink, "d2")
 
 
+def test_an_abort_during_a_load_that_fails(make_engine, store: Path) -> None:
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    prefill.send("p", PROMPT)
+    decode.submit("d", PROMPT)
+    decode.admit("d", decode.lookup("d").num_tokens or 0)
+    path_of(prefill, store).unlink()
+    decode.finish("d")
+    decode.step_until(lambda: decode.is_idle)
+    assert decode.received == {"d": BAD * S}
+    assert decode.num_used_blocks == 0
+    assert decode.scheduler._failed_loads == set()
+
+
 def test_what_could_not_be_read_is_not_promised_again(make_engine, store: Path) -> None:
     prefill, decode = make_engine("prefill"), make_engine("decode")
     prefill.send("p", PROMPT)

@@ -183,6 +183,7 @@ def test_r8_preempted_and_resumed(make_engine, store: Path) -> None:
     prefill.step({"p": 2 * S})
     prefill.step(preempted=["p"])
     assert prefill.num_used_blocks == 0
+    prefill.step_until(lambda: len(stored_keys(store)) == 2 and not prefill.worker._saver._writing)
     for file in store.glob("?/?/*.kv"):
         file.unlink()  # the store lost meanwhile what was saved
     prefill.lookup("p")
@@ -334,11 +335,14 @@ def test_r11_a_failure_is_reported_when_all_parts_have_stopped(make_engine, stor
     decode.admit("d", decode.lookup("d").num_tokens or 0)
     keys = keys_of(prefill, prompt)
     next(store.glob(f"?/?/{keys[3]}.kv")).unlink()
-    gate = threading.Event()
+    gate, last_part_runs = threading.Event(), threading.Event()
     read = decode.worker._loader._load_block
 
     def held_read(load, index, memory):
+        if index == 0:
+            last_part_runs.wait()
         if index == 16:
+            last_part_runs.set()
             gate.wait()
         return read(load, index, memory)
 

@@ -1,0 +1,113 @@
+"""The small parts: back-off, warnings, staging memory, threads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+import torch
+
+from pdserve.connectors.shared_storage.block_memory import BlockMemory
+from pdserve.connectors.shared_storage.failures import Backoff, WarningLimiter
+from pdserve.connectors.shared_storage.staging import StagingPool
+from pdserve.connectors.shared_storage.task_threads import TaskThreads
+from pdserve.connectors.testing.kv_content import TINY_SPEC
+from pdserve.errors import ConfigError
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_pauses_grow_to_ten_seconds_and_end_with_a_success() -> None:
+    clock = Clock()
+    backoff = Backoff(clock)
+    pauses = []
+    for _ in range(8):
+        backoff.count_failure("io")
+        backoff.count_failure("later")  # within the pause: changes nothing
+        start = clock.now
+        while backoff.get_reason() == "io":
+            clock.now += 0.25
+        pauses.append(clock.now - start)
+    assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    backoff.count_success()
+    backoff.count_failure("no_space")
+    assert backoff.get_reason() == "no_space"
+    clock.now += 0.25
+    assert backoff.get_reason() is None
+
+
+def test_one_warning_a_kind_and_half_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    limiter = WarningLimiter(logging.getLogger("kv-test"), clock)
+    for _ in range(5):
+        limiter.warn("io", "bad disk")
+        limiter.warn("missing", "gone")
+    clock.now = 30.0
+    limiter.warn("io", "bad disk")
+    assert [(r.getMessage(), r.kv["suppressed"]) for r in caplog.records] == [
+        ("bad disk", 0),
+        ("gone", 0),
+        ("bad disk", 4),
+    ]
+
+
+def test_staging_gives_all_slots_then_waits_for_one() -> None:
+    pool = StagingPool(2, 8, time.monotonic)
+    slots = {pool.acquire(0.0), pool.acquire(0.0)}
+    assert slots == {0, 1}
+    assert pool.acquire(time.monotonic() + 0.01) is None
+    waiter: list[int | None] = []
+    thread = threading.Thread(target=lambda: waiter.append(pool.acquire(time.monotonic() + 10)))
+    thread.start()
+    pool.release(1)
+    thread.join(10)
+    assert waiter == [1]
+
+
+def test_closing_staging_wakes_who_waits() -> None:
+    pool = StagingPool(1, 8, time.monotonic)
+    pool.acquire(0.0)
+    waiter: list[int | None] = []
+    thread = threading.Thread(target=lambda: waiter.append(pool.acquire(time.monotonic() + 60)))
+    thread.start()
+    pool.close()
+    thread.join(10)
+    assert waiter == [None]
+    pool.release(0)
+    assert pool.acquire(time.monotonic()) is None
+
+
+def test_a_task_that_fails_is_logged_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    threads = TaskThreads("kv-test", 1)
+    done = threading.Event()
+    threads.submit(lambda: [].pop())
+    threads.submit(done.set)
+    assert done.wait(10)
+    assert "a task of kv-test-0 failed" in caplog.text
+    assert threads.close(10)
+    threads.submit(lambda: pytest.fail("ran after close"))
+    assert threads.close(0)
+
+
+def test_closing_does_not_wait_for_ever() -> None:
+    threads = TaskThreads("kv-test", 1)
+    started, gate = threading.Event(), threading.Event()
+    threads.submit(lambda: (started.set(), gate.wait())[0])
+    assert started.wait(10)
+    assert not threads.close(0.01)
+    gate.set()
+    assert threads.close(10)
+
+
+def test_memory_of_another_shape_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        BlockMemory(torch.zeros(2, 3, 2, 2, 4, 4, dtype=torch.bfloat16), TINY_SPEC)
+    with pytest.raises(ConfigError, match="moves CPU memory"):
+        BlockMemory(torch.zeros(2, *TINY_SPEC.block_shape, dtype=torch.bfloat16, device="meta"), TINY_SPEC)
