@@ -128,7 +128,8 @@ class Tokenizer:
         """A tokenizer that parses no special token but the marked ones, and what those stand for.
 
         Each special token gets a marked alias with the same whitespace rules, so that the library itself cuts the
-        text around it and words beside it come out as they do beside the token itself.
+        text around it and words beside it come out as they do beside the token itself. (A token that only counts
+        between spaces, ``single_word``, counts wherever a template writes it.)
         """
         plain = _load(definition)
         plain.encode_special_tokens = True
@@ -139,7 +140,6 @@ class Tokenizer:
             aliases.append(
                 tokenizers.AddedToken(
                     self.marks.wrap(token.content),
-                    single_word=token.single_word,
                     lstrip=token.lstrip,
                     rstrip=token.rstrip,
                     normalized=token.normalized,
