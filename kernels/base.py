@@ -108,7 +108,24 @@ class Rotation:
 
 
 class AttentionPlan(Protocol):
-    """What a backend derived from one step's metadata, used for every layer of that step."""
+    """What a backend derived from one step's metadata, used for every layer of that step, in order."""
+
+    def rotate_and_store(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, rotation: Rotation, kv_layer: Tensor
+    ) -> Tensor:
+        """Rotate queries and keys; write keys and values to their slots of ``kv_layer`` in its own dtype.
+
+        Args:
+            q_TNH: queries of the step's tokens.
+            k_TKH: keys.
+            v_TKH: values.
+            rotation: of the step's tokens.
+            kv_layer: [B, 2, K, S, H], one layer of KV memory.
+
+        Returns:
+            The rotated queries, [T, N, H] in the backend's dtype.
+        """
+        ...
 
     def attend(self, q_TNH: Tensor, kv_layer: Tensor) -> Tensor:
         """Causal attention of the step's tokens over their requests' context.
@@ -158,22 +175,6 @@ class KernelBackend(Protocol):
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """Add ``x`` to ``residual`` in place and return the norm of the sum."""
-        ...
-
-    def rotate_and_store(
-        self,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        rotation: Rotation,
-        kv_layer: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """Rotate queries and keys; write keys and values to their slots of ``kv_layer`` in its own dtype.
-
-        Returns:
-            The rotated queries, [T, N, H] in the backend's dtype.
-        """
         ...
 
     def build_plan(self, metadata: AttentionMetadata, kv_cache: Tensor, num_heads: int, scale: float) -> AttentionPlan:

@@ -2,7 +2,7 @@
 
 Measured with torch 2.13 on AVX-512: oneDNN's products give equal rows for any count from 2 on, in bfloat16 and float32
 and for 1 to 4 threads, but a single row takes another path (it splits the sum over D, visible from D = 1,536 on).
-MKL's float32 products need 4 rows, and more where threads share them. So few rows are padded with zeros.
+MKL's float32 products need 4 rows, and more where threads share them. So few rows are made more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.nn import functional
 from pdserve.errors import ConfigError
 from pdserve.kernels.base import LinearWeight
 
-ONEDNN_MIN_ROWS = 2
 PLAIN_ROW_TILE = 16
 
 
@@ -46,7 +45,7 @@ class PlainMatmul:
     def multiply(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
         """Multiply, the rows padded to a multiple of 16."""
         rows = x_TD.shape[0]
-        padded = pad_rows(x_TD, -rows % PLAIN_ROW_TILE)
+        padded = functional.pad(x_TD, (0, 0, 0, -rows % PLAIN_ROW_TILE))
         return functional.linear(padded, weight.data, weight.bias)[:rows]
 
 
@@ -75,18 +74,10 @@ class OneDnnMatmul:
         return LinearWeight(packed, bias_O, weight_OD.shape[1], weight_OD.shape[0])
 
     def multiply(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
-        """Multiply, a single row padded to two."""
-        rows = x_TD.shape[0]
-        padded = pad_rows(x_TD, max(ONEDNN_MIN_ROWS - rows, 0))
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight.data, weight.bias, "none", [], "")
-        return product[:rows]
-
-
-def pad_rows(x_TD: Tensor, count: int) -> Tensor:
-    """``x`` with ``count`` rows of zeros behind it; ``x`` itself for 0."""
-    if count == 0:
-        return x_TD
-    return functional.pad(x_TD, (0, 0, 0, count))
+        """Multiply, a single row twice."""
+        rows_TD = torch.cat((x_TD, x_TD)) if x_TD.shape[0] == 1 else x_TD
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows_TD, weight.data, weight.bias, "none", [], "")
+        return product[: x_TD.shape[0]]
 
 
 def build_matmul(name: str, dtype: torch.dtype) -> Matmul:

@@ -29,8 +29,8 @@ TILE_TOKENS = 128
 ROW_MULTIPLE = 4
 """float32 products of MKL give equal rows for any multiple of 4 rows (measured, 1 to 3 threads)."""
 MAX_CHUNK_TOKENS = 256
-MAX_ITEM_BYTES = 2 << 20
-"""Of float32 keys worked on at once: about what a core's cache holds."""
+MAX_ITEM_BYTES = 1 << 20
+"""Of float32 keys worked on at once: with the values and scores, about what a core's cache holds."""
 
 IntArray = npt.NDArray[np.int64]
 
@@ -44,7 +44,7 @@ class Geometry:
         group_size: G, query heads for each KV head.
         head_dim: H.
         block_size: S.
-        rows_per_block: rows of S * H elements from one block of a layer to the next.
+        num_layers: L, which is also how many of a layer's rows (keys and values of one block) a block is long.
         tile_blocks: blocks in a key tile.
     """
 
@@ -52,19 +52,19 @@ class Geometry:
     group_size: int
     head_dim: int
     block_size: int
-    rows_per_block: int
+    num_layers: int
     tile_blocks: int
 
     @classmethod
     def build(cls, kv_cache: Tensor, num_heads: int) -> Geometry:
         """Geometry of ``kv_cache`` [B, L, 2, K, S, H] under N query heads."""
-        _, _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+        _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
         return cls(
             num_kv_heads=num_kv_heads,
             group_size=num_heads // num_kv_heads,
             head_dim=head_dim,
             block_size=block_size,
-            rows_per_block=kv_cache.stride(0) // (block_size * head_dim),
+            num_layers=num_layers,
             tile_blocks=max(1, TILE_TOKENS // block_size),
         )
 
@@ -81,22 +81,24 @@ class Geometry:
         """``num_rows`` rounded up to what products need."""
         return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
-    def build_row_ids(self, blocks_IP: IntArray) -> Tensor:
-        """Rows of S * H elements that hold keys of ``blocks`` [I, tile_blocks]: flat, in order [I, K, tile_blocks]."""
-        heads = np.arange(self.num_kv_heads)[None, :, None]
-        return torch.from_numpy((blocks_IP[:, None, :] * self.rows_per_block + heads).reshape(-1))
+    def build_row_ids(self, blocks: IntArray) -> Tensor:
+        """Where a layer's rows of ``blocks`` lie, flat; see `pdserve.kernels.kv_rows`."""
+        return torch.from_numpy(blocks.reshape(-1) * self.num_layers)
 
 
 @dataclass(frozen=True)
 class DecodeItems:
     """All decode rows of a step as (request, tile) items.
 
+    Where a tile has more blocks than its request, the request's first block stands in: masked like any key that
+    doesn't exist, but finite, so that nothing has to be cleared.
+
     Attributes:
         token_R: [R] int64 index of each request's token among the packed ones, longest context first.
         request_I: [I] int64 request of each item, an index into ``token_R``.
         tile_bounds: item ``tile_bounds[j]`` is the first of tile j.
-        row_ids: see `Geometry.build_row_ids`.
-        num_valid_I: [I] int64 keys of each item's tile that exist.
+        row_ids: [I * tile_blocks] int64, see `Geometry.build_row_ids`.
+        stale_rows: [X] int64 rows of H elements, of what ``row_ids`` gathers, that hold no token; sorted.
         bias_IP: [I, 1, 1, P] float32, 0 where a key exists and -inf where not.
     """
 
@@ -104,32 +106,41 @@ class DecodeItems:
     request_I: Tensor
     tile_bounds: tuple[int, ...]
     row_ids: Tensor
-    num_valid_I: Tensor
+    stale_rows: Tensor
     bias_IP: Tensor
 
     @classmethod
     def build(cls, metadata: AttentionMetadata, requests: list[int], geometry: Geometry) -> DecodeItems:
         """Items of ``requests``, which have one token each in this step."""
-        tile = geometry.tile_tokens
+        tile, size = geometry.tile_tokens, geometry.block_size
         order = sorted(requests, key=lambda r: -metadata.seq_lens[r])
         lens_R = np.array([metadata.seq_lens[r] for r in order])
         tiles_R = -(-lens_R // tile)
         active = [int((tiles_R > j).sum()) for j in range(int(tiles_R[0]))]
         request_I = np.concatenate([np.arange(count) for count in active])
         tile_I = np.repeat(np.arange(len(active)), active)
-        table = _pad_columns(metadata.block_table.numpy()[order], len(active) * geometry.tile_blocks)
-        columns = tile_I[:, None] * geometry.tile_blocks + np.arange(geometry.tile_blocks)
-        num_valid_I = np.minimum(lens_R[request_I] - tile_I * tile, tile)
-        exists_IP = np.arange(tile) < num_valid_I[:, None]
-        bias_IP = np.where(exists_IP, np.float32(0), np.float32(-np.inf))[:, None, None, :]
+        block_IB = tile_I[:, None] * geometry.tile_blocks + np.arange(geometry.tile_blocks)
+        lens_I = lens_R[request_I][:, None]
+        block_IB = np.where(block_IB * size < lens_I, block_IB, 0)
+        table = metadata.block_table.numpy()[order]
+        valid_IB = np.minimum(lens_I - block_IB * size, size)
+        exists_IP = np.arange(tile) < lens_I - tile_I[:, None] * tile
         return cls(
             token_R=torch.tensor([metadata.query_start_loc[r] for r in order]),
             request_I=torch.from_numpy(request_I),
             tile_bounds=(0, *np.cumsum(active).tolist()),
-            row_ids=geometry.build_row_ids(table[request_I[:, None], columns]),
-            num_valid_I=torch.from_numpy(num_valid_I),
-            bias_IP=torch.from_numpy(bias_IP),
+            row_ids=geometry.build_row_ids(table[request_I[:, None], block_IB]),
+            stale_rows=_find_stale_rows(valid_IB.reshape(-1), geometry),
+            bias_IP=torch.from_numpy(np.where(exists_IP, np.float32(0), np.float32(-np.inf))[:, None, None, :]),
         )
+
+
+def _find_stale_rows(valid_X: IntArray, geometry: Geometry) -> Tensor:
+    """Rows of H elements that hold no token in gathered blocks of which ``valid`` [X] tokens exist."""
+    block_Y, offset_Y = np.nonzero(np.arange(geometry.block_size) >= valid_X[:, None])
+    spans = 2 * geometry.num_kv_heads
+    rows_YK = (block_Y[:, None] * spans + np.arange(spans)) * geometry.block_size + offset_Y[:, None]
+    return torch.from_numpy(np.sort(rows_YK.reshape(-1)))
 
 
 @dataclass(frozen=True)

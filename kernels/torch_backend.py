@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels.base import AttentionMetadata, LinearWeight, Rotation
+from pdserve.kernels.base import AttentionMetadata, LinearWeight
 from pdserve.kernels.matmul import Matmul
-from pdserve.kernels.tiled_attention import TiledAttention
 from pdserve.kernels.tiles import TILE_TOKENS
+from pdserve.kernels.torch_plan import TorchPlan
 
 VECTOR_ELEMENTS = 64
 """Elements that torch's vector loops take at once (AVX-512, bfloat16); what is left over runs in scalar code."""
@@ -66,25 +66,9 @@ class TorchBackend:
         """See `KernelBackend.add_rms_norm`."""
         return self.rms_norm(residual_TD.add_(x_TD), weight_D, eps)
 
-    def rotate_and_store(
-        self,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        rotation: Rotation,
-        kv_layer: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """See `KernelBackend.rotate_and_store`."""
-        block_T = metadata.slot_mapping // metadata.block_size
-        offset_T = metadata.slot_mapping % metadata.block_size
-        kv_layer[:, 0][block_T, :, offset_T] = _rotate(k_TKH, rotation).to(kv_layer.dtype)
-        kv_layer[:, 1][block_T, :, offset_T] = v_TKH.to(kv_layer.dtype)
-        return _rotate(q_TNH, rotation).to(q_TNH.dtype)
-
-    def build_plan(self, metadata: AttentionMetadata, kv_cache: Tensor, num_heads: int, scale: float) -> TiledAttention:
+    def build_plan(self, metadata: AttentionMetadata, kv_cache: Tensor, num_heads: int, scale: float) -> TorchPlan:
         """See `KernelBackend.build_plan`."""
-        return TiledAttention(metadata, kv_cache, num_heads, scale)
+        return TorchPlan(metadata, kv_cache, num_heads, scale)
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """See `KernelBackend.silu_mul`.
@@ -118,12 +102,3 @@ class TorchBackend:
         results = (product, norm, self.silu_mul(inputs), scores, torch.bmm(scores, wide))
         content = b"".join(result.contiguous().view(torch.uint8).numpy().tobytes() for result in results)
         return hashlib.sha256(content).hexdigest()[:8]
-
-
-def _rotate(x_TNH: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate each head by its token's position (https://arxiv.org/abs/2104.09864), in float32."""
-    half = x_TNH.shape[-1] // 2
-    wide_TNH = x_TNH.float()
-    swapped_TNH = torch.cat((wide_TNH[..., half:], wide_TNH[..., :half]), -1)
-    swapped_TNH.mul_(rotation.sin_TH[:, None])
-    return (wide_TNH * rotation.cos_TH[:, None]).add_(swapped_TNH)

@@ -69,7 +69,6 @@ class ModelWeights:
 class _Step:
     """What all layers share in one forward pass."""
 
-    metadata: AttentionMetadata
     rotation: Rotation
     plan: AttentionPlan
     kv_cache: Tensor
@@ -111,7 +110,7 @@ class CausalLM:
         """
         scale = self.config.head_dim**-0.5
         plan = self.backend.build_plan(metadata, kv_cache, self.config.num_heads, scale)
-        step = _Step(metadata, self._rotary.get_rotation(metadata.positions), plan, kv_cache)
+        step = _Step(self._rotary.get_rotation(metadata.positions), plan, kv_cache)
         residual_TD = self._weights.embedding[token_ids_T]
         layers = self._weights.layers
         hidden_TD = self.backend.rms_norm(residual_TD, layers[0].input_norm, self.config.rms_norm_eps)
@@ -149,7 +148,7 @@ class CausalLM:
         kv_layer = step.kv_cache[:, index]
         if on_layer is not None:
             on_layer.before_layer(index)
-        q_TNH = self.backend.rotate_and_store(q_TNH, k_TKH, v_TKH, step.rotation, kv_layer, step.metadata)
+        q_TNH = step.plan.rotate_and_store(q_TNH, k_TKH, v_TKH, step.rotation, kv_layer)
         attended_TNH = step.plan.attend(q_TNH, kv_layer)
         if on_layer is not None:
             on_layer.after_layer(index)

@@ -1,0 +1,73 @@
+// The library's functions. Compiled once for each instruction set, with -DPDS_LEVEL=n and its -m flags.
+#include "attention.h"
+#include "decoder.h"
+#include "linear.h"
+#include "rows.h"
+
+#define PDS_API __attribute__((visibility("default")))
+
+namespace {
+
+enum Status : int { kDone = 0, kNoMemory = 1 };
+
+}  // namespace
+
+extern "C" {
+
+PDS_API void pds_pack_linear(const uint16_t* weight, int64_t weight_stride, int64_t out_features, int64_t in_features,
+                             uint16_t* panels) {
+  pack_linear(weight, weight_stride, out_features, in_features, panels);
+}
+
+PDS_API int pds_linear(const uint16_t* x, int64_t x_stride, int64_t rows, const Linear* layer, uint16_t* out,
+                       int64_t threads) {
+  return multiply_linear(x, x_stride, rows, *layer, out, layer->out_features, threads) ? kDone : kNoMemory;
+}
+
+PDS_API int pds_linear_float32(const uint16_t* x, int64_t x_stride, int64_t rows, const Linear* layer, float* out,
+                               int64_t threads) {
+  return multiply_linear(x, x_stride, rows, *layer, out, layer->out_features, threads) ? kDone : kNoMemory;
+}
+
+PDS_API void pds_rms_norm(const uint16_t* x, int64_t rows, int64_t width, const uint16_t* weight, float eps,
+                          uint16_t* out, int64_t threads) {
+  for_each_row(rows, threads, [=](int64_t r) { rms_norm_row(x + r * width, weight, width, eps, out + r * width); });
+}
+
+PDS_API void pds_add_rms_norm(const uint16_t* x, uint16_t* residual, int64_t rows, int64_t width,
+                              const uint16_t* weight, float eps, uint16_t* out, int64_t threads) {
+  for_each_row(rows, threads, [=](int64_t r) {
+    add_row(x + r * width, residual + r * width, width);
+    rms_norm_row(residual + r * width, weight, width, eps, out + r * width);
+  });
+}
+
+PDS_API void pds_silu_mul(const uint16_t* gate_up, int64_t rows, int64_t width, uint16_t* out, int64_t threads) {
+  silu_mul(gate_up, rows, width, out, threads);
+}
+
+PDS_API void pds_rotate_and_store(const Projected* in, const Step* step, const KvLayer* kv, const Heads* heads,
+                                  uint16_t* q_out) {
+  rotate_and_store(*in, *step, *kv, *heads, q_out);
+}
+
+PDS_API int pds_attend(const uint16_t* q, const Step* step, const KvLayer* kv, const Heads* heads, uint16_t* out) {
+  return attend(q, *step, *kv, *heads, out) ? kDone : kNoMemory;
+}
+
+PDS_API int64_t pds_workspace_elements(const Decoder* decoder, int64_t num_tokens) {
+  return Pass::workspace_elements(*decoder, num_tokens);
+}
+
+// Runs stages [first_stage, last_stage) of a step; `kv` is the first layer's, the others follow `layer_stride` apart.
+PDS_API int pds_decode_layers(const Decoder* decoder, const Step* step, const KvLayer* kv, int64_t layer_stride,
+                              uint16_t* residual, uint16_t* hidden, uint16_t* workspace, int64_t first_stage,
+                              int64_t last_stage) {
+  Pass pass(*decoder, *step, *kv, layer_stride, residual, hidden, workspace);
+  for (int64_t stage = first_stage; stage < last_stage; ++stage) {
+    if (!pass.run(stage)) return kNoMemory;
+  }
+  return kDone;
+}
+
+}  // extern "C"
