@@ -224,20 +224,24 @@ class KVConnectorScheduler(Protocol):
         Must not: change any state, promise what cannot be loaded now, count a partial block as a full one, or
         count tokens past the prompt. The scheduler itself keeps one token back to compute where it needs one.
         ``num_computed_tokens`` may lie beyond the prompt (a resumed request) or inside a block; that block's
-        first tokens may be shared, so a connector that moves whole blocks answers 0 there. What it notes for
-        `update_state_after_alloc` (where the load would start) must not change any later answer.
-        On failure: answer 0; never raise.
+        first tokens may be shared, so a connector that moves whole blocks answers 0 there. On failure: answer 0; never raise.
         """
         ...
 
-    def update_state_after_alloc(self, request: KVRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self,
+        request: KVRequest,
+        block_ids: Sequence[int],
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None:
         """The request has its blocks; load ``num_external_tokens`` tokens into them.
 
         Called by: the scheduler, once for each successful admission, also when the count is 0. ``block_ids``
-        is the whole block table; the tokens to load start behind the locally computed ones, which lie in the
-        first blocks: at the ``num_computed_tokens`` of this request's last lookup. The count may be less than
-        was promised, also by a part of a block. Decide by the count, not by the blocks. A load noted here goes
-        out with the next metadata and is reported even if the request ends in between: its blocks wait for it.
+        is the whole block table. The tokens to load start at ``num_computed_tokens``: those before it are local
+        and lie in the first blocks. The count may be less than was promised, also by a part of a block. Decide by
+        the count, not by the blocks. A load noted here goes out with the next metadata and is reported even if the
+        request ends in between: its blocks wait for it.
         """
         ...
 

@@ -29,7 +29,13 @@ class NullScheduler:
         """Nothing can be loaded."""
         return MatchResult(0)
 
-    def update_state_after_alloc(self, request: KVRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self,
+        request: KVRequest,
+        block_ids: Sequence[int],
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None:
         """Nothing to load."""
 
     def build_connector_metadata(self, plan: StepPlan) -> ConnectorMetadata:

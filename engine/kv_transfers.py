@@ -118,7 +118,7 @@ class KVTransfers:
         """Tell the connector of the request's blocks; True when a load is under way and it must wait."""
         num_tokens = match.num_tokens or 0
         block_ids = self._kv_cache.get_block_ids(request.request_id)
-        self._connector.update_state_after_alloc(request.kv, block_ids, num_tokens)
+        self._connector.update_state_after_alloc(request.kv, block_ids, request.num_computed_tokens, num_tokens)
         request.spend_transfer_params()
         if num_tokens == 0:
             return False

@@ -37,7 +37,6 @@ class SharedStorageScheduler:
         self._directory = directory
         self._saves = saves
         self._block_size = context.spec.block_size
-        self._lookup_starts: dict[str, int] = {}
         self._num_saved_blocks: dict[str, int] = {}
         self._loading: set[str] = set()
         self._failed_loads: set[str] = set()
@@ -59,15 +58,19 @@ class SharedStorageScheduler:
             if not self._directory.has(key):
                 break
             num_tokens += key.num_tokens
-        if num_tokens:
-            self._lookup_starts[request.request_id] = start
         return MatchResult(num_tokens, is_async=num_tokens > 0)
 
-    def update_state_after_alloc(self, request: KVRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Note the load for the step's message. It starts where the last lookup did."""
-        start = self._lookup_starts.pop(request.request_id, 0)
+    def update_state_after_alloc(
+        self,
+        request: KVRequest,
+        block_ids: Sequence[int],
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None:
+        """Note the load for the step's message."""
         if num_external_tokens > 0:
-            end = start + self._context.spec.num_blocks_for(num_external_tokens)
+            start = num_computed_tokens // self._block_size
+            end = self._context.spec.num_blocks_for(num_computed_tokens + num_external_tokens)
             blocks = _pair_blocks(request, block_ids, start, end)
             self._loads.append(LoadRequest(request.request_id, num_external_tokens, blocks))
             self._loading.add(request.request_id)
@@ -91,7 +94,6 @@ class SharedStorageScheduler:
     ) -> FinishDecision:
         """Offer a hand-off's KV once its writes have ended; the blocks are free at once."""
         request_id = request.request_id
-        self._lookup_starts.pop(request_id, None)
         self._loading.discard(request_id)  # its load goes on and is reported: the engine keeps the blocks so long
         self._failed_loads.discard(request_id)
         has_saves = self._num_saved_blocks.pop(request_id, None) is not None

@@ -121,7 +121,7 @@ class EngineHarness:
         live.num_local_tokens = live.num_computed_tokens = num_local_tokens
         self._compute(live, 0, num_local_tokens)
         live.num_loading_tokens = num_external_tokens
-        self.scheduler.update_state_after_alloc(live.request, live.block_ids, num_external_tokens)
+        self.scheduler.update_state_after_alloc(live.request, live.block_ids, num_local_tokens, num_external_tokens)
         return live.block_ids
 
     def step(self, scheduled: Mapping[str, int] | None = None, preempted: Sequence[str] = ()) -> ConnectorOutput:

@@ -256,7 +256,7 @@ def test_r9_aborts_before_during_and_after_a_save(make_engine) -> None:
 def _assert_nothing_is_kept(engine: EngineHarness, *live: str) -> None:
     """No half remembers a request that has ended."""
     scheduler, saver = engine.scheduler, engine.worker._saver
-    for kept in (scheduler._lookup_starts, scheduler._num_saved_blocks, scheduler._failed_loads, scheduler._loading):
+    for kept in (scheduler._num_saved_blocks, scheduler._failed_loads, scheduler._loading):
         assert set(kept) <= set(live)
     for kept in (saver._senders, saver._announced, engine.worker._loader._active):
         assert set(kept) <= set(live)

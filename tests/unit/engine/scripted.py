@@ -46,7 +46,13 @@ class ScriptedConnector:
             return MatchResult(0)
         return answers.pop(0) if len(answers) > 1 else answers[0]
 
-    def update_state_after_alloc(self, request: KVRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self,
+        request: KVRequest,
+        block_ids: Sequence[int],
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None:
         self.allocated.append((request.request_id, tuple(block_ids), num_external_tokens))
         if num_external_tokens:
             self.matches.pop(request.request_id, None)
