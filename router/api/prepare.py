@@ -115,8 +115,11 @@ async def prepare_chat(service: RouterService, fields: ChatFields) -> PreparedRe
     try:
         return _check(service, fields, [Prompt(token_ids)], [sampling], limits)
     except RequestError as error:
+        # The common checks know the fields by the names that completions have.
         if error.param == "prompt":
             error.param = "messages"
+        elif error.param == "max_tokens" and fields.max_completion_tokens is not None:
+            error.param = "max_completion_tokens"
         raise
 
 

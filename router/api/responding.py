@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdserve.errors import EngineError, PdserveError
+from pdserve.errors import EngineError, PdserveError, UnavailableError
 from pdserve.router.api.answers import Answer, build_usage
 from pdserve.router.api.errors import describe_error, error_response, json_response
 from pdserve.router.api.prepare import PreparedRequest
@@ -78,8 +78,8 @@ class GenerationResponse(Response):
         except ClientLeftError:
             self._outcome = CLIENT_DISCONNECTED
         except asyncio.CancelledError:
-            self._outcome = "router_stopped"
-            raise
+            # A server that stops cancels what still runs; the client hears of it in words.
+            await self._send_error(UnavailableError("the router is stopping"), scope, receive, send)
         finally:
             self._record.end(self._outcome)
 

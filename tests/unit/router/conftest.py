@@ -1,0 +1,6 @@
+"""Lets the router's tests import their fakes."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.router.config import PoolSettings, RouterSettings, check_settings, endpoint_of
+from pdserve.settings import load_settings
+
+
+def load(*argv: str) -> RouterSettings:
+    settings = load_settings(RouterSettings, prog="run-router", description="Test.", argv=argv)
+    check_settings(settings)
+    return settings
+
+
+def test_pools_come_from_the_command_line() -> None:
+    settings = load("--prefill", "a:1", "--prefill", "b:2", "--decode", "tcp://c:3")
+    assert settings.pools == PoolSettings(prefill=["a:1", "b:2"], decode=["tcp://c:3"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--prefill", "a:1"], "no decode instance"),
+        (["--decode", "a:1", "--prefill", "tcp://a:1"], "tcp://a:1 is given more than once"),
+        (["--decode", "nowhere"], "'nowhere' is not of the form HOST:PORT"),
+        (["--decode", "a:1", "--heartbeat-timeout-s", "0.5"], "must be above heartbeat_interval_s"),
+        (["--decode", "a:1", "--port", "99999"], "65535"),
+        (["--decode", "a:1", "--decode-policy", "best"], "least_loaded"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(*argv)
+
+
+@pytest.mark.parametrize("address", ["", "a", ":1", "a:", "a:0", "a:65536", "a:b", "ipc://x", "http://a:1", "a/b:1"])
+def test_addresses_that_are_none(address: str) -> None:
+    with pytest.raises(ConfigError):
+        endpoint_of(address)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:80", "tcp://10.0.0.1:80"])
+def test_addresses(address: str) -> None:
+    assert endpoint_of(address) == "tcp://10.0.0.1:80"
