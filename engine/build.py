@@ -71,6 +71,7 @@ def build_engine(
     scheduler_half, worker_half = connector.build_scheduler(context), connector.build_worker(context)
     worker_half.register_kv_caches(kv_cache, spec)
     runner = ModelRunner(model, kv_cache, Sampler(eos_token_ids), worker_half, layerwise=connector.features.layerwise)
+    runner.warm_up()
     return cls(
         config,
         identity=identity,

@@ -96,6 +96,18 @@ class ModelRunner:
         output.connector_output = self._connector.get_finished(step.finished_sending_due)
         return output
 
+    def warm_up(self) -> None:
+        """Run a prompt's and an answer's step in the first block, before anybody owns it.
+
+        The first request then does not pay for what happens once: kernels chosen, buffers and pages touched.
+        """
+        with torch.inference_mode():
+            for num_tokens in (self._block_size, 1):
+                metadata = AttentionMetadata.build([num_tokens], [num_tokens], [[0]], self._block_size)
+                token_ids = torch.zeros(num_tokens, dtype=torch.int64)
+                hidden_TD = self._model.forward(token_ids, metadata, self._kv_cache, None)
+                self._model.compute_logits(hidden_TD[-1:])
+
     def close(self) -> None:
         """Close the connector's half; idempotent."""
         self._connector.close()
