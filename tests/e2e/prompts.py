@@ -15,7 +15,7 @@ CONVERSATIONS = [
     "Is it cheaper to heat one room with an electric heater or the whole flat with gas?",
     "Translate to French: The meeting was moved to Thursday because nobody could come on Tuesday.",
     "What year did the first person walk on the Moon, and who was it?",
-    "User: I lost my passport in Rome.\nAssistant: I'm sorry to hear that. Where are you from?\nUser: Canada. What now?",
+    "User: I lost my passport in Rome.\nAssistant: Sorry to hear that. Where are you from?\nUser: Canada. What now?",
     "List the planets from the Sun outwards, one per line.",
     "Why is the sky blue and the sunset red?",
     "Tell me a joke about a programmer and a rubber duck.",
