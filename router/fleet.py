@@ -20,6 +20,7 @@ from pdserve.router.config import PoolSettings
 from pdserve.router.instance import Instance
 from pdserve.router.policies import build_policy
 from pdserve.router.pool import Pool
+from pdserve.router.prefix_memory import PrefixMemory
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,11 @@ class Fleet:
         router_id: this router, unique for each start.
         model_name: the name this router serves.
         metrics: counts.
+
+    Attributes:
+        prefill: the prefill pool; without instances decode does everything.
+        decode: the decode pool.
+        prefix_memory: what decode instances should have in their prefix caches.
     """
 
     def __init__(self, settings: PoolSettings, *, router_id: str, model_name: str, metrics: FleetMetrics) -> None:
@@ -57,6 +63,7 @@ class Fleet:
         self._router_id = router_id
         self._model_name = model_name
         self._metrics = metrics
+        self.prefix_memory = PrefixMemory()
         self._context = zmq.asyncio.Context()
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -173,6 +180,7 @@ class Fleet:
 
     def instance_lost(self, instance: Instance) -> None:
         """It takes no work any more; the refused ones may be the pool now."""
+        self.prefix_memory.forget(instance.address)
         self._metrics.set_instance_up(instance.role, instance.address, False)
         if self.identity is None:
             for other in self.instances:

@@ -42,6 +42,7 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.instance import Instance
 from pdserve.router.leg import InstanceLostError, Leg
 from pdserve.router.legs import GenerationRequest, Progress, build_leg
+from pdserve.router.prefix_memory import hash_prompt
 
 _BUSY_PAUSE_S = 0.1
 
@@ -115,8 +116,10 @@ class RequestFlow:
         self._progress = Progress()
         self._num_failures = 0
         self._is_handing_off = False
-        self._failed_at: set[str] = set()
-        """Incarnations that failed it: others go first."""
+        self._passed_over: set[str] = set()
+        """Incarnations that others go before: those that failed it, or know less of a short prompt's prefix."""
+        self._digests: list[bytes] = []
+        """Of the prompt's blocks, where the threshold made them worth computing."""
         self._refused_by: set[str] = set()
         """Incarnations that answered that they are full or draining."""
         self._full_since_s: float | None = None
@@ -156,9 +159,31 @@ class RequestFlow:
         if not self._fleet.decode.usable:
             # A new request is not kept waiting for a pool that may never come.
             raise UnavailableError("no decode instance is up; try again later")
-        if len(self._request.prompt_token_ids) < self._settings.disaggregation_threshold_tokens:
+        if self._is_below_threshold():
             return Role.DECODE
         return await self._next_role(Role.PREFILL)
+
+    def _is_below_threshold(self) -> bool:
+        """Whether so little of the prompt is uncached at some decode instance that it is not worth a hand-off.
+
+        The whole request then goes to that instance.
+        """
+        threshold = self._settings.disaggregation_threshold_tokens
+        identity = self._fleet.identity
+        if not threshold or identity is None or not self._fleet.prefill.instances:
+            return False
+        prompt = self._request.prompt_token_ids
+        self._digests = hash_prompt(identity, prompt, self._request.cache_salt)
+        known = {
+            instance.incarnation: self._fleet.prefix_memory.count_known_blocks(instance.address, self._digests)
+            for instance in self._fleet.decode.usable
+        }
+        most = max(known.values())
+        if len(prompt) - most * identity.kv.block_size >= threshold:
+            return False
+        if most:
+            self._passed_over = {name for name, num_blocks in known.items() if num_blocks < most}
+        return True
 
     async def _next_role(self, role: Role) -> Role:
         """Prefill while no token was made and the pool is there; decode otherwise."""
@@ -177,7 +202,7 @@ class RequestFlow:
         """An instance for the next leg; waits for one where the request has something to lose by an error."""
         pool = self._fleet.pool(role)
         while True:
-            instance = pool.choose(self._refused_by | self._failed_at) or pool.choose(self._refused_by)
+            instance = pool.choose(self._refused_by | self._passed_over) or pool.choose(self._refused_by)
             if instance is not None:
                 return instance
             if pool.usable:
@@ -232,9 +257,12 @@ class RequestFlow:
         message = build_leg(self._request, self._progress, role=role, now_s=now_s)
         self._progress.num_legs += 1
         try:
-            return instance.start_leg(message)
+            leg = instance.start_leg(message)
         except InstanceLostError as error:
             raise _TryElsewhere("not_connected", error, instance, taken=False) from None
+        if role is Role.DECODE and self._digests and instance.ready is not None:
+            self._fleet.prefix_memory.note(instance.address, self._digests, instance.ready.limits.num_blocks)
+        return leg
 
     def _note_handoff(self, role: Role, output: RequestOutput) -> None:
         if output.finish_reason is FinishReason.HANDOFF:
@@ -243,6 +271,7 @@ class RequestFlow:
             self._observer.handed_off(output.kv_transfer_params)
         elif role is Role.DECODE and self._is_handing_off and output.new_token_ids:
             self._is_handing_off = False
+            self._progress.kv_transfer_params = None
             self._observer.handoff_arrived(len(self._request.prompt_token_ids), output.num_cached_tokens)
 
     async def _next_output(self, leg: Leg, instance: Instance) -> RequestOutput:
@@ -286,7 +315,7 @@ class RequestFlow:
             # The KV's whereabouts are good for one instance that took them, however it ended.
             self._progress.kv_transfer_params = None
             self._is_handing_off = False
-            self._failed_at.add(failure.incarnation)
+            self._passed_over.add(failure.incarnation)
         elif failure.reason == "refused":
             self._refused_by.add(failure.incarnation)
         self._num_failures += failure.reason != "refused"

@@ -94,6 +94,30 @@ def test_short_prompt_is_not_handed_off() -> None:
     run(main())
 
 
+def test_prompt_whose_prefix_a_decode_instance_has_goes_there_whole() -> None:
+    p, decodes = prefill(), [decode(address="d0"), decode(address="d1"), decode(address="d2")]
+    prefix = tuple(range(20, 52))  # two blocks
+
+    async def main() -> None:
+        async with build_bench([p], decodes) as bench:
+            settings = HandoffSettings(disaggregation_threshold_tokens=8)
+            await collect(bench.build_flow((*prefix, 1), settings=settings))
+            assert len(p.messages) == 1
+            (first,) = [instance for instance in decodes if instance.messages]
+            for token_id in range(2, 6):
+                await collect(bench.build_flow((*prefix, token_id), settings=settings))
+            assert len(p.messages) == 1
+            assert len(first.messages) == 5
+            await collect(bench.build_flow((*prefix, *range(9)), settings=settings))
+            assert len(p.messages) == 2
+            for instance in decodes:
+                bench.fleet.prefix_memory.forget(instance.address)
+            await collect(bench.build_flow((*prefix, 1), settings=settings))
+            assert len(p.messages) == 3
+
+    run(main())
+
+
 @pytest.mark.parametrize("sampling", [{"max_tokens": 1}, {"stop_token_ids": (EXPECTED[0],)}])
 def test_request_that_its_first_token_ends_never_reaches_decode(sampling: dict[str, Any]) -> None:
     p, d = prefill(), decode()

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from fake_instances import build_identity
+
+from pdserve.router.prefix_memory import PrefixMemory, hash_prompt
+
+DIGESTS = hash_prompt(build_identity(), list(range(70)), "")
+
+
+def test_only_full_blocks_have_digests_and_salts_never_meet() -> None:
+    assert len(DIGESTS) == 4
+    assert not set(DIGESTS) & set(hash_prompt(build_identity(), list(range(70)), "salt"))
+    assert hash_prompt(build_identity(), [1] * 15, "") == []
+
+
+def test_known_blocks_are_the_leading_ones() -> None:
+    memory = PrefixMemory()
+    assert memory.count_known_blocks("a", DIGESTS) == 0
+    memory.note("a", DIGESTS[:2], max_blocks=10)
+    memory.note("a", DIGESTS[3:], max_blocks=10)
+    assert memory.count_known_blocks("a", DIGESTS) == 2
+    assert memory.count_known_blocks("a", DIGESTS[:1]) == 1
+    assert memory.count_known_blocks("b", DIGESTS) == 0
+
+
+def test_memory_is_bounded_by_the_instances_blocks_and_ends_with_it() -> None:
+    memory = PrefixMemory()
+    memory.note("a", DIGESTS[:2], max_blocks=3)
+    memory.note("a", [b"x", b"y"], max_blocks=3)
+    assert memory.count_known_blocks("a", DIGESTS) == 0
+    assert memory.count_known_blocks("a", DIGESTS[1:2]) == 1
+    memory.forget("a")
+    assert memory.count_known_blocks("a", DIGESTS[1:2]) == 0
