@@ -158,7 +158,7 @@ def test_r7_nothing_uncomputed_is_saved_when_the_forward_pass_fails(make_engine,
     prefill.worker.start_load_kv(prefill.scheduler.build_connector_metadata(plan))
     prefill.finish("p")
     prefill.step()
-    prefill.close()
+    prefill.step_until(lambda: not prefill.worker._saver._writing)
     assert stored_keys(store) == set()
 
 
