@@ -20,20 +20,21 @@ _log = logging.getLogger(__name__)
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
-def build_once(name: str, build: Callable[[Path], None]) -> Path:
+def build_once(name: str, build: Callable[[Path], None], folder: str = "models") -> Path:
     """The cached directory ``name``, built by ``build`` if it is not there.
 
     ``build`` fills a directory of a unique temporary name under a file lock; a rename makes it visible. A process
     that dies half-way leaves only that temporary directory, which the next builder removes.
 
     Args:
-        name: below the cache's ``models`` directory; it changes whenever the content would.
+        name: below ``folder``; it changes whenever the content would.
         build: writes the files into the directory it is given.
+        folder: of the cache.
 
     Raises:
         ConfigError: the cache directory cannot be written or the disk is full. ``build``'s own errors pass.
     """
-    root = env.get_cache_dir() / "models"
+    root = env.get_cache_dir() / folder
     target = root / name
     if target.is_dir():
         return target

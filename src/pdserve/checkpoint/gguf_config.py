@@ -19,6 +19,7 @@ _ARCHITECTURES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
 }
 _DEFAULT_ROPE_THETA = 10000.0
+_MAX_SIZE = 1 << 30
 
 
 def build_config(gguf: GGUFFile, dtype: str) -> dict[str, Any]:
@@ -33,9 +34,9 @@ def build_config(gguf: GGUFFile, dtype: str) -> dict[str, Any]:
     """
     arch = _architecture(gguf)
     model_type, model_class = _ARCHITECTURES[arch]
-    num_heads = gguf.require(f"{arch}.attention.head_count", int)
-    hidden_size = gguf.require(f"{arch}.embedding_length", int)
-    head_dim = gguf.get(f"{arch}.attention.key_length", int) or hidden_size // num_heads
+    num_heads = _size(gguf, f"{arch}.attention.head_count")
+    hidden_size = _size(gguf, f"{arch}.embedding_length")
+    head_dim = _size(gguf, f"{arch}.attention.key_length", hidden_size // num_heads)
     _check_supported(gguf, arch, head_dim)
     config: dict[str, Any] = {
         "architectures": [model_class],
@@ -43,13 +44,13 @@ def build_config(gguf: GGUFFile, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "vocab_size": _vocab_size(gguf),
         "hidden_size": hidden_size,
-        "intermediate_size": gguf.require(f"{arch}.feed_forward_length", int),
-        "num_hidden_layers": gguf.require(f"{arch}.block_count", int),
+        "intermediate_size": _size(gguf, f"{arch}.feed_forward_length"),
+        "num_hidden_layers": _size(gguf, f"{arch}.block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": gguf.get(f"{arch}.attention.head_count_kv", int) or num_heads,
+        "num_key_value_heads": _size(gguf, f"{arch}.attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": gguf.require(f"{arch}.context_length", int),
+        "max_position_embeddings": _size(gguf, f"{arch}.context_length"),
         "rms_norm_eps": _decimal(gguf.require(f"{arch}.attention.layer_norm_rms_epsilon", float)),
         "rope_theta": _rope_theta(gguf, arch),
         "rope_scaling": _rope_scaling(gguf, arch, head_dim),
@@ -115,8 +116,16 @@ def _check_supported(gguf: GGUFFile, arch: str, head_dim: int) -> None:
     if value_dim != head_dim:
         raise ConfigError(f"{gguf.path}: key heads of {head_dim} and value heads of {value_dim} are not supported")
     window = gguf.get(f"{arch}.attention.sliding_window", int, 0)
-    if 0 < window < gguf.require(f"{arch}.context_length", int):
+    if 0 < window < _size(gguf, f"{arch}.context_length"):
         raise ConfigError(f"{gguf.path}: sliding-window attention ({window} tokens) is not supported in GGUF files")
+
+
+def _size(gguf: GGUFFile, key: str, default: int | None = None) -> int:
+    """A count or length of the metadata: a number above 0 that some file could have."""
+    value = gguf.require(key, int) if default is None else gguf.get(key, int, default)
+    if not 0 < value <= _MAX_SIZE:
+        raise ConfigError(f"{gguf.path}: {key} is {value}; the file is damaged")
+    return value
 
 
 def _vocab_size(gguf: GGUFFile) -> int:

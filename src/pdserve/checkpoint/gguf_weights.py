@@ -68,6 +68,10 @@ def plan_tensors(gguf: GGUFFile, config: dict[str, Any]) -> list[PlannedTensor]:
     Raises:
         ConfigError: a tensor is missing, has the wrong shape, or is one that the model would ignore.
     """
+    if config["num_hidden_layers"] > len(gguf.tensors):
+        raise ConfigError(
+            f"{gguf.path}: {config['num_hidden_layers']} layers and {len(gguf.tensors)} tensors; the file is damaged"
+        )
     wanted = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
     if not config["tie_word_embeddings"]:
         wanted["output.weight"] = "lm_head.weight"

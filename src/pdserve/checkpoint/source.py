@@ -13,6 +13,8 @@ from pdserve.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_DUPLICATES = ["consolidated*", "original/*"]
+"""The same weights once more, in the forms that some publishers add."""
 
 
 class ModelKind(enum.StrEnum):
@@ -114,7 +116,14 @@ def _download(hub_id: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES, token=env.get_hub_token()))
+        return Path(
+            snapshot_download(
+                hub_id,
+                allow_patterns=_HUB_FILES,
+                ignore_patterns=_HUB_DUPLICATES,
+                token=env.get_hub_token(),
+            )
+        )
     except GatedRepoError as error:
         raise ConfigError(
             f"model {hub_id!r} is gated: accept its terms on the hub and set HF_TOKEN to your token"

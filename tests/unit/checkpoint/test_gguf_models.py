@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,47 @@ def test_variants_that_would_compute_something_else_are_refused(
     config = llama_config(VOCAB)
     path = write_gguf(tmp_path / "tiny.gguf", config, random_weights(config), plain_vocabulary(), metadata=metadata)
     with pytest.raises(ConfigError, match=message):
+        prepare_weights(source_of(path), "float32")
+
+
+def test_mistral_spelling_of_the_architecture_is_llamas(tmp_path: Path) -> None:
+    config = llama_config(VOCAB)
+    weights = random_weights(config)
+    path = write_gguf(tmp_path / "tiny.gguf", config, weights, plain_vocabulary(), arch="mistral")
+    assert_same(load(prepare_weights(source_of(path), "float32")), weights)
+
+
+def test_damaged_metadata_is_converted_or_refused_and_never_hangs(tmp_path: Path) -> None:
+    config = llama_config(VOCAB, num_hidden_layers=1)
+    metadata = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}
+    path = write_gguf(tmp_path / "tiny.gguf", config, random_weights(config), plain_vocabulary(), metadata=metadata)
+    content = path.read_bytes()
+    source = random.Random(1)
+    num_refused = 0
+    for _ in range(150):
+        damaged = bytearray(content)
+        for _ in range(source.randint(1, 3)):
+            damaged[source.randrange(2700)] = source.choice((0, 1, 255, source.randrange(256)))
+        path.write_bytes(damaged)
+        try:
+            prepare_weights(source_of(path), "float32")
+        except ConfigError:
+            num_refused += 1
+    assert 50 < num_refused < 150
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("llama.block_count", 1 << 20), ("llama.attention.head_count", 0), ("llama.context_length", 0)]
+)
+def test_sizes_that_no_model_has(tmp_path: Path, key: str, value: int) -> None:
+    config = llama_config(VOCAB)
+    names = {"llama.block_count": "num_hidden_layers", "llama.attention.head_count": "num_attention_heads"}
+    weights = random_weights(config)
+    changed = config | {names.get(key, "max_position_embeddings"): value}
+    if key == "llama.attention.head_count":
+        weights = {name: tensor for name, tensor in weights.items() if "q_proj" not in name}
+    path = write_gguf(tmp_path / "tiny.gguf", changed | {"head_dim": 8}, weights, plain_vocabulary())
+    with pytest.raises(ConfigError, match="the file is damaged"):
         prepare_weights(source_of(path), "float32")
 
 

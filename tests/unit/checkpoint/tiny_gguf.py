@@ -92,7 +92,7 @@ def write_gguf(
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(len(vocabulary.tokens))
     head_dim = config["head_dim"]
-    if head_dim != config["hidden_size"] // config["num_attention_heads"]:
+    if head_dim * config["num_attention_heads"] != config["hidden_size"]:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     _add_vocabulary(writer, vocabulary)
