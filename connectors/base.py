@@ -224,7 +224,8 @@ class KVConnectorScheduler(Protocol):
         Must not: change any state, promise what cannot be loaded now, count a partial block as a full one, or
         count tokens past the prompt. The scheduler itself keeps one token back to compute where it needs one.
         ``num_computed_tokens`` may lie beyond the prompt (a resumed request) or inside a block; that block's
-        first tokens may be shared, so a connector that moves whole blocks answers 0 there. On failure: answer 0; never raise.
+        first tokens may be shared, so a connector that moves whole blocks answers 0 there.
+        On failure: answer 0; never raise.
         """
         ...
 
