@@ -78,11 +78,16 @@ class SessionTable:
         if current is not None and (current.router_id, current.name) == (hello.router_id, hello.session):
             current.last_seen_s = now_s
             return HelloResult()
+        key = (hello.router_id, hello.session)
+        over = f"session {hello.session} has ended; open a new one"
+        if key in self._ended:
+            # Hellos may have waited unread while the process started: a late one must not end its successor.
+            return HelloResult(refused=over)
         older = [s for s in self if s.routing_id == routing_id or s.router_id == hello.router_id]
         for session in older:
             self.close(session)
-        if (hello.router_id, hello.session) in self._ended:
-            return HelloResult(closed=older, refused=f"session {hello.session} has ended; open a new one")
+        if key in self._ended:  # it lived on another connection until now
+            return HelloResult(closed=older, refused=over)
         self._num_opened += 1
         opened = Session(self._num_opened, hello.router_id, hello.session, routing_id, now_s)
         self._by_routing_id[routing_id] = opened

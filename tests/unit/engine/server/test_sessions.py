@@ -35,3 +35,13 @@ def test_ten_thousand_sessions_leave_bounded_memory() -> None:
         table.hello(b"1", hello(session=str(number)), 0.0)
     assert len(table) == 1
     assert len(table._ended) == 1024
+
+
+def test_hello_of_an_ended_session_does_not_end_its_successor() -> None:
+    table = SessionTable()
+    table.hello(b"a", Hello(router_id="r", session="old"), 0.0)
+    table.hello(b"b", Hello(router_id="r", session="new"), 0.0)
+    late = table.hello(b"a", Hello(router_id="r", session="old"), 1.0)
+    assert late.refused is not None
+    assert late.closed == []
+    assert [session.name for session in table] == ["new"]
