@@ -1,16 +1,14 @@
 """KV through files in a directory that prefill and decode engines share (also ``/dev/shm``).
 
 A store: blocks are addressed by identity, outlive the engine that wrote them, and serve every engine of the same
-model, so a prompt's prefix computed anywhere is reused everywhere.
+model, so a prompt's prefix computed anywhere is reused everywhere. The halves are those of `connectors.blocks`; here
+is what files add:
 
-    scheduler.py     what the store holds, what each step loads and saves
-    worker.py        composes, beside the model runner:
-      loads.py         files → KV memory, on reader threads
-      saves.py         KV memory → staging → files, on writer threads
-      block_writer.py  one block's write, with room made and failures named
-    directory.py     names, presence, atomic publication
-    block_file.py    the format and its verification
-    capacity.py      limit and eviction
+    index.py        what is stored, for lookups
+    file_store.py   reads and writes, failures named
+    block_file.py   one file
+    directory.py    names, presence, atomic publication
+    capacity.py     limit and eviction
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pdserve.connectors.base import ConnectorContext, ConnectorFeatures
-from pdserve.connectors.shared_storage.block_file import BlockFormat
+from pdserve.connectors.blocks.block_format import BlockFormat
+from pdserve.connectors.blocks.scheduler import StoreScheduler
 from pdserve.connectors.shared_storage.directory import BlockDirectory
-from pdserve.connectors.shared_storage.options import StorageOptions, parse_options
-from pdserve.connectors.shared_storage.scheduler import SharedStorageScheduler
-from pdserve.protocol import Role
+from pdserve.connectors.shared_storage.index import DirectoryIndex
+from pdserve.connectors.shared_storage.options import CONNECTOR_NAME, parse_options
 
 if TYPE_CHECKING:
-    from pdserve.connectors.shared_storage.worker import SharedStorageWorker
+    from pdserve.connectors.blocks.worker import StoreWorker
 
 __all__ = ["SharedStorageConnector"]
 
@@ -36,31 +34,32 @@ class SharedStorageConnector:
     features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True, is_store=True)
 
     @classmethod
-    def build_scheduler(cls, context: ConnectorContext) -> SharedStorageScheduler:
+    def build_scheduler(cls, context: ConnectorContext) -> StoreScheduler:
         """The scheduler half.
 
         Raises:
             ConfigError: an option is unknown or wrong.
         """
         options = parse_options(context)
-        saves = options.save == "always" or (options.save == "auto" and context.role is Role.PREFILL)
-        return SharedStorageScheduler(context, _build_directory(context, options), saves=saves)
+        block_format = BlockFormat(context.identity, context.spec)
+        index = DirectoryIndex(BlockDirectory(options.path, block_format.value_bytes))
+        return StoreScheduler(CONNECTOR_NAME, context, index, saves=options.saves_as(context.role))
 
     @classmethod
-    def build_worker(cls, context: ConnectorContext) -> SharedStorageWorker:
+    def build_worker(cls, context: ConnectorContext) -> StoreWorker:
         """The worker half; makes the directory.
 
         Raises:
             ConfigError: an option is unknown or wrong, or the directory cannot be used.
         """
         # Imported here: the scheduler half may live in a process without torch.
-        from pdserve.connectors.shared_storage.worker import SharedStorageWorker
+        from pdserve.connectors.blocks.worker import StoreWorker
+        from pdserve.connectors.shared_storage.capacity import CapacityKeeper
+        from pdserve.connectors.shared_storage.file_store import FileStore
 
         options = parse_options(context)
-        directory = _build_directory(context, options)
+        block_format = BlockFormat(context.identity, context.spec)
+        directory = BlockDirectory(options.path, block_format.value_bytes)
         directory.create_root(must_be_ours="path" not in context.options)
-        return SharedStorageWorker(context, options, directory)
-
-
-def _build_directory(context: ConnectorContext, options: StorageOptions) -> BlockDirectory:
-    return BlockDirectory(options.path, BlockFormat(context.identity, context.spec).file_bytes)
+        capacity = CapacityKeeper(directory, max_bytes=options.max_bytes, min_age_s=options.min_age_s)
+        return StoreWorker(CONNECTOR_NAME, context, options, FileStore(directory, block_format, capacity))

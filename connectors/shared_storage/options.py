@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pdserve.connectors.base import ConnectorContext
-from pdserve.connectors.shared_storage.block_file import HEADER_BYTES
-from pdserve.errors import ConfigError
+from pdserve.connectors.blocks.block_format import BlockFormat
+from pdserve.connectors.blocks.options import (
+    TRANSFER_PARSERS,
+    Parser,
+    TransferOptions,
+    check_size,
+    parse_bytes,
+    parse_seconds,
+    parse_values,
+)
 
+CONNECTOR_NAME = "shared_storage"
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_MEMORY_BYTES = 1 << 30
-_SIZE = re.compile(r"(\d+)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_SAVE_CHOICES = ("auto", "always", "never")
 
 
-@dataclass(frozen=True)
-class StorageOptions:
+@dataclass(frozen=True, kw_only=True)
+class StorageOptions(TransferOptions):
     """Settings of the shared-storage connector.
 
     Attributes:
         path: the directory; every engine that shares KV names the same one.
-        save: ``auto`` = the prefill role saves; ``always``; ``never``.
         max_bytes: the store is kept below this; None = a quarter of the file system, and at most what is free.
         min_age_s: files younger than this are evicted last: they may be on their way to a decode instance.
-        max_staging_bytes: bound of the memory that holds blocks on their way to the disk.
-        save_timeout_s: longest wait of a step for room in that memory; what finds none is not saved.
-        reader_threads: threads that load.
-        writer_threads: threads that save.
     """
 
     path: Path
-    save: str = "auto"
     max_bytes: int | None = None
     min_age_s: float = 60.0
-    max_staging_bytes: int = 256 << 20
-    save_timeout_s: float = 2.0
-    reader_threads: int = 2
-    writer_threads: int = 1
 
 
 def parse_options(context: ConnectorContext) -> StorageOptions:
@@ -51,18 +46,13 @@ def parse_options(context: ConnectorContext) -> StorageOptions:
     Raises:
         ConfigError: an option is unknown, ill-typed or too small for one block.
     """
-    values: dict[str, Any] = {}
-    for name, raw in context.options.items():
-        if name not in _PARSERS:
-            raise ConfigError(f"connector shared_storage: option {name!r} is unknown; known: {', '.join(_PARSERS)}")
-        try:
-            values[name] = _PARSERS[name](raw)
-        except ValueError as error:
-            raise ConfigError(f"connector shared_storage: option {name}={raw!r}: {error}") from None
+    values = parse_values(CONNECTOR_NAME, context, _PARSERS)
     if "path" not in values:
         values["path"] = get_default_path()
     options = StorageOptions(**values)
-    _check_sizes(options, HEADER_BYTES + context.spec.block_bytes)
+    value_bytes = BlockFormat(context.identity, context.spec).value_bytes
+    check_size(CONNECTOR_NAME, "max_bytes", options.max_bytes, value_bytes)
+    check_size(CONNECTOR_NAME, "max_staging_bytes", options.max_staging_bytes, value_bytes)
     return options
 
 
@@ -82,62 +72,15 @@ def get_default_path() -> Path:
     return Path(tempfile.gettempdir()) / name
 
 
-def _check_sizes(options: StorageOptions, file_bytes: int) -> None:
-    for name in ("max_bytes", "max_staging_bytes"):
-        value = getattr(options, name)
-        if value is not None and value < file_bytes:
-            raise ConfigError(
-                f"connector shared_storage: option {name}={value} is below the {file_bytes} bytes of one block"
-            )
-
-
 def _parse_path(raw: Any) -> Path:
     if not isinstance(raw, (str, Path)) or not str(raw):
         raise ValueError("give a directory")
     return Path(raw).expanduser().absolute()
 
 
-def _parse_save(raw: Any) -> str:
-    if raw not in _SAVE_CHOICES:
-        raise ValueError(f"give one of {', '.join(_SAVE_CHOICES)}")
-    return str(raw)
-
-
-def _parse_bytes(raw: Any) -> int:
-    if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 0:
-        return raw
-    match = _SIZE.fullmatch(raw.strip()) if isinstance(raw, str) else None
-    if match is None:
-        raise ValueError("give bytes, as a number or like 512MiB")
-    number, prefix, is_binary = match.groups()
-    base = 1024 if is_binary else 1000
-    exponent = " KMGT".index(prefix.upper() or " ")
-    return int(number) * int(base**exponent)
-
-
-def _parse_seconds(raw: Any) -> float:
-    if isinstance(raw, (int, float, str)) and not isinstance(raw, bool):
-        value = float(raw)
-        if 0 <= value < float("inf"):
-            return value
-    raise ValueError("give seconds, 0 or more")
-
-
-def _parse_threads(raw: Any) -> int:
-    if isinstance(raw, (int, str)) and not isinstance(raw, bool):
-        value = int(raw)
-        if 1 <= value <= 64:
-            return value
-    raise ValueError("give a number of threads from 1 to 64")
-
-
-_PARSERS: dict[str, Callable[[Any], Any]] = {
+_PARSERS: dict[str, Parser] = {
     "path": _parse_path,
-    "save": _parse_save,
-    "max_bytes": _parse_bytes,
-    "min_age_s": _parse_seconds,
-    "max_staging_bytes": _parse_bytes,
-    "save_timeout_s": _parse_seconds,
-    "reader_threads": _parse_threads,
-    "writer_threads": _parse_threads,
+    "max_bytes": parse_bytes,
+    "min_age_s": parse_seconds,
+    **TRANSFER_PARSERS,
 }

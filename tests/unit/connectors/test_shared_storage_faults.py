@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.connectors.base import MatchResult
-from pdserve.connectors.shared_storage.block_file import HEADER_BYTES
+from pdserve.connectors.blocks.block_format import HEADER_BYTES
 from pdserve.connectors.testing import EngineHarness
 from pdserve.connectors.testing.kv_content import TINY_SPEC
 from pdserve.kv_layout import BlockHasher
@@ -306,7 +306,7 @@ from pdserve.protocol import Role
 
 real = os.writev
 def write_half_and_die(fd, parts):
-    real(fd, [parts[0], parts[1][: len(parts[1]) // 2]])
+    real(fd, [parts[0][: len(parts[0]) // 2]])
     os.kill(os.getpid(), signal.SIGKILL)
 os.writev = write_half_and_die
 engine = EngineHarness(SharedStorageConnector, build_context(Role.PREFILL, {"path": sys.argv[1]}))
@@ -326,7 +326,7 @@ engine.send("p", list(range(17)))
 
 def test_slow_writing_holds_the_step_back_then_drops(make_engine) -> None:
     """Room for two blocks in staging memory and a writer that is held: the step waits, then gives up on the rest."""
-    prefill = make_engine("prefill", max_staging_bytes=2 * TINY_SPEC.block_bytes + HEADER_BYTES, save_timeout_s=0.05)
+    prefill = make_engine("prefill", max_staging_bytes=2 * FILE_BYTES, save_timeout_s=0.05)
     gate = threading.Event()
     prefill.worker._writers.submit(gate.wait)
     prefill.prefill("p", PROMPT)
@@ -341,7 +341,7 @@ def test_slow_writing_holds_the_step_back_then_drops(make_engine) -> None:
 
 
 def test_staging_memory_is_reused(make_engine) -> None:
-    prefill = make_engine("prefill", max_staging_bytes=2 * TINY_SPEC.block_bytes + HEADER_BYTES)
+    prefill = make_engine("prefill", max_staging_bytes=2 * FILE_BYTES)
     for number in range(10):
         assert prefill.send(f"p{number}", [number] * 17)
     assert prefill.worker._staging.num_free == 2

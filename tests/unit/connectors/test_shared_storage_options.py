@@ -33,6 +33,7 @@ def parse(**given: Any) -> StorageOptions:
         ("min_age_s", 0, 0.0),
         ("min_age_s", "1.5", 1.5),
         ("save_timeout_s", 3, 3.0),
+        ("load_timeout_s", "0.5", 0.5),
         ("reader_threads", "4", 4),
         ("writer_threads", 1, 1),
     ],
@@ -73,7 +74,7 @@ def test_what_is_wrong_is_named(name: str, raw: Any, message: str) -> None:
 @pytest.mark.parametrize("build", ["build_scheduler", "build_worker"])
 def test_an_unknown_option_names_the_known_ones(build: str) -> None:
     context = build_context(Role.PREFILL, {"pathh": "/x"})
-    with pytest.raises(ConfigError, match=r"option 'pathh' is unknown; known: path, save, max_bytes, .*threads"):
+    with pytest.raises(ConfigError, match=r"option 'pathh' is unknown; known: path, max_bytes, .*threads"):
         getattr(SharedStorageConnector, build)(context)
 
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from pdserve.connectors.base import MatchResult, ScheduledTokens, StepPlan
-from pdserve.connectors.shared_storage.messages import StepMetadata
+from pdserve.connectors.blocks.messages import StepMetadata
 from pdserve.connectors.testing import EngineHarness
 from pdserve.connectors.testing.kv_content import TINY_SPEC
 from pdserve.kv_layout import BlockHasher
@@ -336,17 +336,17 @@ def test_r11_a_failure_is_reported_when_all_parts_have_stopped(make_engine, stor
     keys = keys_of(prefill, prompt)
     next(store.glob(f"?/?/{keys[3]}.kv")).unlink()
     gate, last_part_runs = threading.Event(), threading.Event()
-    read = decode.worker._loader._load_block
+    read = decode.worker._store.read
 
-    def held_read(load, index, memory):
-        if index == 0:
+    def held_read(blocks, memory):
+        if blocks[0].digest.hex() == keys[0]:
             last_part_runs.wait()
-        if index == 16:
+        if blocks[0].digest.hex() == keys[16]:
             last_part_runs.set()
             gate.wait()
-        return read(load, index, memory)
+        yield from read(blocks, memory)
 
-    decode.worker._loader._load_block = held_read
+    decode.worker._store.read = held_read
     decode.step()
     decode.step_until(lambda: decode.stats.failures == {"missing": 1})
     for _ in range(3):

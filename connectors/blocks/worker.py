@@ -1,4 +1,4 @@
-"""The half beside a model runner: composes loader and saver, and keeps the step's order."""
+"""The half beside a model runner, for any store: composes loader and saver, and keeps the step's order."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from collections.abc import Sequence
 import torch
 
 from pdserve.connectors.base import ConnectorContext, ConnectorOutput
-from pdserve.connectors.shared_storage.block_file import BlockFormat
-from pdserve.connectors.shared_storage.block_memory import BlockMemory
-from pdserve.connectors.shared_storage.block_writer import BlockWriter
-from pdserve.connectors.shared_storage.capacity import CapacityKeeper
-from pdserve.connectors.shared_storage.directory import BlockDirectory
-from pdserve.connectors.shared_storage.failures import Backoff, WarningLimiter
-from pdserve.connectors.shared_storage.loads import BlockLoader
-from pdserve.connectors.shared_storage.messages import SaveRequest, StepMetadata
-from pdserve.connectors.shared_storage.options import StorageOptions
-from pdserve.connectors.shared_storage.saves import BlockSaver
-from pdserve.connectors.shared_storage.staging import StagingPool
-from pdserve.connectors.shared_storage.task_threads import TaskThreads
+from pdserve.connectors.blocks.block_format import BlockFormat
+from pdserve.connectors.blocks.block_memory import BlockMemory
+from pdserve.connectors.blocks.failures import WarningLimiter
+from pdserve.connectors.blocks.loads import BlockLoader
+from pdserve.connectors.blocks.messages import SaveRequest, StepMetadata
+from pdserve.connectors.blocks.options import TransferOptions
+from pdserve.connectors.blocks.saves import BlockSaver
+from pdserve.connectors.blocks.staging import StagingPool
+from pdserve.connectors.blocks.store import BlockStore
+from pdserve.connectors.blocks.task_threads import TaskThreads
 from pdserve.kv_layout import KVCacheSpec
 
 logger = logging.getLogger(__name__)
@@ -28,32 +26,34 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class SharedStorageWorker:
+class StoreWorker:
     """Lives on the forward thread; readers and writers are its own threads.
 
     Args:
+        connector: the connector's name.
         context: the engine.
-        options: the connector's settings.
-        directory: the store.
+        options: bounds and numbers of threads.
+        store: where blocks go and come from; closed with this half.
     """
 
-    def __init__(self, context: ConnectorContext, options: StorageOptions, directory: BlockDirectory) -> None:
+    def __init__(self, connector: str, context: ConnectorContext, options: TransferOptions, store: BlockStore) -> None:
         clock = time.monotonic
         warnings = WarningLimiter(logger, clock)
         block_format = BlockFormat(context.identity, context.spec)
-        backoff = Backoff(clock)
-        capacity = CapacityKeeper(directory, max_bytes=options.max_bytes, min_age_s=options.min_age_s)
-        num_slots = options.max_staging_bytes // context.spec.block_bytes
-        self._staging = StagingPool(num_slots, context.spec.block_bytes, clock)
+        num_slots = options.max_staging_bytes // block_format.value_bytes
+        self._connector = connector
+        self._store = store
+        self._staging = StagingPool(num_slots, block_format.value_bytes, clock)
         self._readers = TaskThreads("kv-load", options.reader_threads)
         self._writers = TaskThreads("kv-save", options.writer_threads)
-        self._loader = BlockLoader(directory, block_format, self._readers, warnings)
+        self._loader = BlockLoader(
+            store, context.spec.block_bytes, self._readers, warnings, timeout_s=options.load_timeout_s, clock=clock
+        )
         self._saver = BlockSaver(
-            directory,
-            BlockWriter(directory, block_format, capacity, backoff, warnings),
+            store,
+            block_format,
             self._staging,
             self._writers,
-            backoff,
             warnings,
             timeout_s=options.save_timeout_s,
             clock=clock,
@@ -67,7 +67,7 @@ class SharedStorageWorker:
         Raises:
             ConfigError: it is not in CPU memory, or not of the expected shape.
         """
-        self._memory = BlockMemory(kv_cache, spec)
+        self._memory = BlockMemory(kv_cache, spec, self._connector)
 
     def start_load_kv(self, metadata: StepMetadata) -> None:
         """Queue the step's loads; what the step saves waits for `wait_for_save`.
@@ -110,3 +110,4 @@ class SharedStorageWorker:
         for threads in (self._readers, self._writers):
             if not threads.close(max(deadline - time.monotonic(), 0.0)):
                 logger.warning("a transfer did not end within %g s", _CLOSE_TIMEOUT_S)
+        self._store.close()

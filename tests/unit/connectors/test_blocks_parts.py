@@ -9,10 +9,10 @@ import time
 import pytest
 import torch
 
-from pdserve.connectors.shared_storage.block_memory import BlockMemory
-from pdserve.connectors.shared_storage.failures import Backoff, WarningLimiter
-from pdserve.connectors.shared_storage.staging import StagingPool
-from pdserve.connectors.shared_storage.task_threads import TaskThreads
+from pdserve.connectors.blocks.block_memory import BlockMemory
+from pdserve.connectors.blocks.failures import Backoff, WarningLimiter
+from pdserve.connectors.blocks.staging import StagingPool
+from pdserve.connectors.blocks.task_threads import TaskThreads
 from pdserve.connectors.testing.kv_content import TINY_SPEC
 from pdserve.errors import ConfigError
 
@@ -107,7 +107,7 @@ def test_closing_does_not_wait_for_ever() -> None:
 
 
 def test_memory_of_another_shape_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected"):
-        BlockMemory(torch.zeros(2, 3, 2, 2, 4, 4, dtype=torch.bfloat16), TINY_SPEC)
-    with pytest.raises(ConfigError, match="moves CPU memory"):
-        BlockMemory(torch.zeros(2, *TINY_SPEC.block_shape, dtype=torch.bfloat16, device="meta"), TINY_SPEC)
+    with pytest.raises(ConfigError, match=r"connector mine: KV cache has blocks of shape .*expected"):
+        BlockMemory(torch.zeros(2, 3, 2, 2, 4, 4, dtype=torch.bfloat16), TINY_SPEC, "mine")
+    with pytest.raises(ConfigError, match="connector mine moves CPU memory"):
+        BlockMemory(torch.zeros(2, *TINY_SPEC.block_shape, dtype=torch.bfloat16, device="meta"), TINY_SPEC, "mine")

@@ -16,20 +16,21 @@ class BlockMemory:
     Args:
         kv_cache: ``[B, L, 2, K, S, H]``, contiguous, in CPU memory.
         spec: shape of a block.
+        connector: who says so when the memory does not fit.
 
     Raises:
         ConfigError: the tensor is elsewhere or has another shape than ``spec`` says.
     """
 
-    def __init__(self, kv_cache: torch.Tensor, spec: KVCacheSpec) -> None:
+    def __init__(self, kv_cache: torch.Tensor, spec: KVCacheSpec, connector: str) -> None:
         if kv_cache.device.type != "cpu":
             raise ConfigError(
-                f"connector shared_storage moves CPU memory; the KV cache is on {kv_cache.device}: use another one"
+                f"connector {connector} moves CPU memory; the KV cache is on {kv_cache.device}: use another one"
             )
         shape = tuple(kv_cache.shape[1:])
         if shape != spec.block_shape or not kv_cache.is_contiguous():
             raise ConfigError(
-                f"connector shared_storage: KV cache has blocks of shape {shape}, expected {spec.block_shape}"
+                f"connector {connector}: KV cache has blocks of shape {shape}, expected {spec.block_shape}"
             )
         rows = kv_cache.reshape(kv_cache.shape[0], -1).view(torch.uint8).numpy()
         self._rows: npt.NDArray[np.uint8] = rows

@@ -1,7 +1,4 @@
-"""The half beside the scheduler: what the directory holds for a request, and what each step loads and saves.
-
-It looks at the directory (one `stat` a block) and never reads or writes files.
-"""
+"""The half beside the scheduler, for any store: what it holds for a request, and what each step loads and saves."""
 
 from __future__ import annotations
 
@@ -16,25 +13,25 @@ from pdserve.connectors.base import (
     ScheduledTokens,
     StepPlan,
 )
-from pdserve.connectors.shared_storage.directory import BlockDirectory
-from pdserve.connectors.shared_storage.messages import BlockTransfer, LoadRequest, SaveRequest, StepMetadata
+from pdserve.connectors.blocks.messages import BlockTransfer, LoadRequest, SaveRequest, StepMetadata
+from pdserve.connectors.blocks.store import BlockIndex
 from pdserve.protocol import KVTransferParams
 
-CONNECTOR_NAME = "shared_storage"
 
-
-class SharedStorageScheduler:
+class StoreScheduler:
     """Lives on the engine's main thread.
 
     Args:
+        connector: the connector's name.
         context: the engine.
-        directory: the store.
+        index: tells what is stored.
         saves: whether this engine saves.
     """
 
-    def __init__(self, context: ConnectorContext, directory: BlockDirectory, *, saves: bool) -> None:
+    def __init__(self, connector: str, context: ConnectorContext, index: BlockIndex, *, saves: bool) -> None:
+        self._connector = connector
         self._context = context
-        self._directory = directory
+        self._index = index
         self._saves = saves
         self._block_size = context.spec.block_size
         self._num_saved_blocks: dict[str, int] = {}
@@ -53,11 +50,10 @@ class SharedStorageScheduler:
         start, offset = divmod(num_computed_tokens, self._block_size)
         if offset or request.request_id in self._failed_loads:
             return MatchResult(0)
-        num_tokens = 0
-        for key in request.block_keys[start:]:
-            if not self._directory.has(key):
-                break
-            num_tokens += key.num_tokens
+        num_blocks = self._index.count_stored_run(request, start)
+        if num_blocks is None:
+            return MatchResult(None)
+        num_tokens = sum(key.num_tokens for key in request.block_keys[start : start + num_blocks])
         return MatchResult(num_tokens, is_async=num_tokens > 0)
 
     def update_state_after_alloc(
@@ -68,6 +64,7 @@ class SharedStorageScheduler:
         num_external_tokens: int,
     ) -> None:
         """Note the load for the step's message."""
+        self._index.forget(request.request_id)
         if num_external_tokens > 0:
             start = num_computed_tokens // self._block_size
             end = self._context.spec.num_blocks_for(num_computed_tokens + num_external_tokens)
@@ -94,6 +91,7 @@ class SharedStorageScheduler:
     ) -> FinishDecision:
         """Offer a hand-off's KV once its writes have ended; the blocks are free at once."""
         request_id = request.request_id
+        self._index.forget(request_id)
         self._loading.discard(request_id)  # its load goes on and is reported: the engine keeps the blocks so long
         self._failed_loads.discard(request_id)
         has_saves = self._num_saved_blocks.pop(request_id, None) is not None
@@ -104,7 +102,8 @@ class SharedStorageScheduler:
         return FinishDecision()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Let go of the index."""
+        self._index.close()
 
     def _build_saves(self, scheduled: Iterable[ScheduledTokens]) -> list[SaveRequest]:
         """Every prompt block that stands in memory after the step and was not handed to the workers before.
@@ -134,7 +133,7 @@ class SharedStorageScheduler:
 
     def _build_params(self, request: KVRequest) -> KVTransferParams:
         return KVTransferParams(
-            connector=CONNECTOR_NAME,
+            connector=self._connector,
             transfer_id=f"{self._context.engine_id}:{request.request_id}",
             engine_id=self._context.engine_id,
             num_tokens=request.num_prompt_tokens,

@@ -1,31 +1,31 @@
-"""Saving: blocks of KV memory into files, with the forward thread paying for a copy in memory only.
+"""Saving: blocks of KV memory into a store, with the forward thread paying for a copy in memory only.
 
 A block's way::
 
     forward thread                          writer thread
     is it stored, or being written? ──yes──> nothing to do, or wait for that write
       │ no
-    copy into a staging buffer ───queue────> checksum, write, rename ──> settle everybody who waits for the key
+    copy into a staging buffer ───queue────> checksum, write in batches ──> settle everybody who waits for the key
 
 A request's sending has ended when the engine has announced the request's end and none of its keys is being written.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.connectors.base import ConnectorOutput, ConnectorStats
-from pdserve.connectors.shared_storage.block_memory import BlockMemory
-from pdserve.connectors.shared_storage.block_writer import BlockWriter
-from pdserve.connectors.shared_storage.directory import BlockDirectory
-from pdserve.connectors.shared_storage.failures import Backoff, WarningLimiter
-from pdserve.connectors.shared_storage.messages import BlockTransfer, SaveRequest
-from pdserve.connectors.shared_storage.staging import StagingPool
-from pdserve.connectors.shared_storage.task_threads import TaskThreads
+from pdserve.connectors.blocks.block_format import HEADER_BYTES, BlockFormat
+from pdserve.connectors.blocks.block_memory import BlockMemory
+from pdserve.connectors.blocks.failures import Backoff, Failure, WarningLimiter
+from pdserve.connectors.blocks.messages import BlockTransfer, SaveRequest
+from pdserve.connectors.blocks.staging import StagingPool
+from pdserve.connectors.blocks.store import BlockStore, SealedBlock, WriteResult
+from pdserve.connectors.blocks.task_threads import TaskThreads
 from pdserve.kv_layout import BlockKey
 
 
@@ -48,11 +48,10 @@ class BlockSaver:
     """Copies out on the forward thread, writes on others, and knows whose sending has ended.
 
     Args:
-        directory: asked whether a key is stored already.
-        writer: writes one block.
-        staging: bounded memory between the threads.
+        store: where blocks go. After a failure it is left alone for a while, and blocks are not even copied.
+        block_format: puts the header in front.
+        staging: bounded memory between the threads; a slot holds one block with its header.
         threads: run the writes.
-        backoff: while the writer pauses, blocks are not even copied.
         warnings: log lines for people.
         timeout_s: longest wait of one step for staging memory.
         clock: monotonic seconds.
@@ -60,21 +59,20 @@ class BlockSaver:
 
     def __init__(
         self,
-        directory: BlockDirectory,
-        writer: BlockWriter,
+        store: BlockStore,
+        block_format: BlockFormat,
         staging: StagingPool,
         threads: TaskThreads,
-        backoff: Backoff,
         warnings: WarningLimiter,
         *,
         timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self._directory = directory
-        self._writer = writer
+        self._store = store
+        self._format = block_format
         self._staging = staging
         self._threads = threads
-        self._backoff = backoff
+        self._backoff = Backoff(clock)
         self._congestion = Backoff(clock)
         self._warnings = warnings
         self._timeout_s = timeout_s
@@ -83,6 +81,7 @@ class BlockSaver:
         self._senders: dict[str, _Sender] = {}
         self._announced: dict[str, _Sender] = {}
         self._writing: dict[bytes, list[_Sender]] = {}
+        self._queued: deque[tuple[BlockKey, int]] = deque()
         self._stats = ConnectorStats()
 
     # --- forward thread -----------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ class BlockSaver:
 
     def _save_block(self, sender: _Sender, block: BlockTransfer, memory: BlockMemory, deadline: float) -> None:
         key = block.key
-        if self._directory.refresh(key):
+        if self._store.has(key):
             sender.failed.discard(block.digest)
             return
         paused = self._backoff.get_reason() or self._congestion.get_reason()
@@ -155,11 +154,12 @@ class BlockSaver:
             self._drop(sender, block.digest, "timeout")
             return
         self._congestion.count_success()
-        memory.copy_out(block.block_id, block.num_tokens, self._staging.get_buffer(slot))
+        memory.copy_out(block.block_id, block.num_tokens, self._staging.get_buffer(slot)[HEADER_BYTES:])
         with self._lock:
             self._writing[block.digest] = [sender]
             sender.pending.add(block.digest)
-        self._threads.submit(functools.partial(self._write, key, slot))
+            self._queued.append((key, slot))
+        self._threads.submit(self._write_some)
 
     def _drop(self, sender: _Sender, digest: bytes, kind: str) -> None:
         with self._lock:
@@ -168,29 +168,55 @@ class BlockSaver:
 
     # --- writer threads -----------------------------------------------------------------------------------
 
-    def _write(self, key: BlockKey, slot: int) -> None:
-        failure: str | None = "io"
-        payload = self._staging.get_buffer(slot).data
+    def _write_some(self) -> None:
+        """Write what is queued, up to a batch; an earlier call may have taken it along."""
+        with self._lock:
+            batch = [self._queued.popleft() for _ in range(min(len(self._queued), self._store.blocks_per_write))]
+        if not batch:
+            return
+        results: Sequence[WriteResult] = [WriteResult(Failure("io", "the writer failed"))] * len(batch)
         began = time.perf_counter()
         try:
-            failure = self._writer.write(key, payload)
+            results = self._write(batch)
         finally:
-            self._staging.release(slot)
-            self._settle(key.digest, failure, payload.nbytes, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            for (key, slot), result in zip(batch, results, strict=True):
+                self._staging.release(slot)
+                self._settle(key.digest, result, seconds / len(batch))
 
-    def _settle(self, digest: bytes, failure: str | None, num_bytes: int, seconds: float) -> None:
+    def _write(self, batch: Sequence[tuple[BlockKey, int]]) -> Sequence[WriteResult]:
+        paused = self._backoff.get_reason()
+        if paused is not None:
+            return [WriteResult(Failure(paused, "an earlier write failed"))] * len(batch)
+        blocks = [SealedBlock(key, self._staging.get_buffer(slot).data) for key, slot in batch]
+        for block in blocks:
+            self._format.seal(block.key, block.value)
+        results = self._store.write(blocks)
+        for result in results:
+            if result.failure is None:
+                self._backoff.count_success()
+            else:
+                self._backoff.count_failure(result.failure.kind)
+                self._warnings.warn(
+                    result.failure.kind,
+                    f"KV cannot be saved to {self._store.place}: {result.failure.reason}; will try again",
+                )
+        return results
+
+    def _settle(self, digest: bytes, result: WriteResult, seconds: float) -> None:
+        num_bytes = self._format.payload_bytes
         with self._lock:
             senders = self._writing.pop(digest)
             for sender in senders:
                 sender.pending.discard(digest)
-                if failure is None:
+                if result.failure is None:
                     sender.failed.discard(digest)
                 else:
                     sender.failed.add(digest)
-            if failure is None:
+            if result.failure is not None:
+                self._stats.count_failure(result.failure.kind)
+            elif not result.was_there:
                 senders[0].num_bytes += num_bytes
                 self._stats.num_blocks_saved += 1
                 self._stats.num_bytes_saved += num_bytes
                 self._stats.save_seconds += seconds
-            else:
-                self._stats.count_failure(failure)
