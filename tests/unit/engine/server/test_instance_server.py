@@ -48,7 +48,9 @@ def test_one_message_carries_a_steps_outputs_of_all_requests(start_instance, wai
     router = instance.connect()
     router.open()
     instance.engine.may_step.clear()
-    for index in range(4):
+    router.add("r0", [0], max_tokens=1)
+    wait(instance.engine.in_step.is_set, "the first request's step")
+    for index in range(1, 4):
         router.add(f"r{index}", [10 * index], max_tokens=1)
     wait(lambda: len(instance.inbox) == 3, "the requests behind the first")
     instance.engine.may_step.set()
@@ -108,6 +110,7 @@ def test_the_id_of_a_live_request_is_not_taken_twice(start_instance, wait) -> No
     router.open()
     instance.engine.may_step.clear()
     router.add("r1", [10])
+    wait(instance.engine.in_step.is_set)
     router.add("r1", [90])
     wait(lambda: len(instance.inbox) == 1)
     instance.engine.may_step.set()
