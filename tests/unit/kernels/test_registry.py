@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdserve.errors import ConfigError
+from pdserve.kernels.registry import DTYPES, backend_names, get_backend
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_auto_is_a_registered_backend_of_the_dtype(dtype: torch.dtype) -> None:
+    backend = get_backend("auto", dtype)
+    assert backend.name in backend_names()
+    assert backend.dtype == dtype
+
+
+def test_the_reference_runs_everywhere() -> None:
+    assert get_backend("reference", torch.bfloat16).name == "reference"
+
+
+def test_unknown_names_and_dtypes_are_refused_with_what_is_accepted() -> None:
+    with pytest.raises(ConfigError, match=r"'turbo' is unknown; use auto, .*reference"):
+        get_backend("turbo", torch.float32)
+    with pytest.raises(ConfigError, match=r"torch\.float16 is not supported; use bfloat16 or float32"):
+        get_backend("auto", torch.float16)
+
+
+def test_without_onednn_auto_falls_back_and_onednn_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
+    assert get_backend("auto", torch.float32).name == "reference"
+    with pytest.raises(ConfigError, match="this torch is built without oneDNN; use 'reference'"):
+        get_backend("onednn", torch.float32)
+
+
+def test_numerics_tells_backends_and_dtypes_apart_and_is_stable() -> None:
+    classes = [get_backend("reference", dtype).numerics for dtype in DTYPES]
+    classes.append(get_backend("auto", torch.float32).numerics)
+    assert len(set(classes)) == len(classes)
+    assert [get_backend("reference", dtype).numerics for dtype in DTYPES] == classes[:2]
