@@ -167,7 +167,8 @@ class _Run:
         if output.error is not None:
             raise _error_from(output)
         completion = self.completion
-        delta = self.stream.push(output.new_token_ids)
+        is_stop = output.finish_reason is FinishReason.STOP
+        delta = self.stream.push(output.new_token_ids, ends_with_stop_token=is_stop)
         completion.text += delta.text
         completion.token_ids += output.new_token_ids[: delta.num_tokens_used]
         if output.logprobs and completion.logprobs is not None:
