@@ -44,6 +44,11 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     @property
+    def ref_counts(self) -> Sequence[int]:
+        """How many hold each block, by block id."""
+        return self._ref_counts
+
+    @property
     def num_cached_blocks(self) -> int:
         """Blocks whose content the prefix index knows."""
         return len(self._index)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from pdserve.connectors.base import KVConnectorScheduler
+from pdserve.engine.block_accounting import BlockReport, build_report
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.executor import Executor
 from pdserve.engine.kv_cache_manager import KVCacheManager
@@ -193,6 +194,20 @@ class EngineCore:
         stats.wasted_slots.set(wasted)
         stats.waste_ratio.set(wasted / allocated if allocated else 0.0)
         return stats
+
+    def get_block_report(self) -> BlockReport:
+        """Who holds which block, and what does not add up."""
+        return build_report(self.kv_cache.pool, self._scheduler.get_holdings())
+
+    def check_blocks(self, max_transfer_age_s: float) -> list[str]:
+        """What a watchdog should tell: blocks nobody explains, transfers that do not end. Sets the metrics too."""
+        mistakes = self.get_block_report().mistakes
+        num_overdue = self._scheduler.count_overdue_transfers(max_transfer_age_s)
+        self._stats.leaked_blocks.set(len(mistakes))
+        self._stats.overdue_transfers.set(num_overdue)
+        if num_overdue:
+            mistakes.append(f"{num_overdue} KV transfers have been under way for more than {max_transfer_age_s:g} s")
+        return mistakes
 
     def reset_prefix_cache(self) -> None:
         """Forget the contents of all blocks; running requests keep theirs."""

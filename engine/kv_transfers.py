@@ -11,12 +11,13 @@ was aborted in between; a held request's blocks belong to the connector until it
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from pdserve.connectors.base import ConnectorOutput, KVConnectorScheduler, MatchResult
+from pdserve.engine.block_accounting import BlockHolding
 from pdserve.engine.config import SchedulerSettings
 from pdserve.engine.kv_cache_manager import KVCacheManager
 from pdserve.engine.metrics import EngineStats
@@ -35,6 +36,7 @@ class _Load:
 
     request: Request
     num_tokens: int
+    started_s: float
     orphan_block_ids: list[int] | None = None
 
 
@@ -44,6 +46,7 @@ class _Send:
 
     request: Request
     held_block_ids: list[int]
+    started_s: float
     announcement: RequestOutput | None = None
 
 
@@ -70,6 +73,7 @@ class KVTransfers:
         kv_cache: block tables.
         connector: the connector's scheduler half.
         stats: counters.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -78,7 +82,9 @@ class KVTransfers:
         kv_cache: KVCacheManager,
         connector: KVConnectorScheduler,
         stats: EngineStats,
+        clock: Callable[[], float],
     ) -> None:
+        self._clock = clock
         self._fail_on_load_failure = settings.kv_load_failure_policy == "fail"
         self._kv_cache = kv_cache
         self._connector = connector
@@ -127,7 +133,7 @@ class KVTransfers:
             request.note_loaded(num_tokens)
             return False
         request.status = RequestStatus.WAITING_FOR_REMOTE_KV
-        self._loads[request.request_id] = _Load(request, num_tokens)
+        self._loads[request.request_id] = _Load(request, num_tokens, self._clock())
         return True
 
     def rewind_invalid(self, request: Request, invalid_block_ids: set[int]) -> bool:
@@ -178,7 +184,7 @@ class KVTransfers:
             load.orphan_block_ids = self._kv_cache.detach(request_id)
         held = self._kv_cache.detach(request_id) if decision.hold_blocks else []
         if decision.expects_sent:
-            self._sends[request_id] = _Send(request, held)
+            self._sends[request_id] = _Send(request, held, self._clock())
             self._sending_due.append(request_id)
         self._kv_cache.free(request_id)
         if reason is not FinishReason.HANDOFF:
@@ -241,15 +247,26 @@ class KVTransfers:
                 update.announced.append(announced)
         return update
 
-    def get_holders(self) -> dict[str, Sequence[int]]:
-        """Blocks that transfers of ended requests still hold, by request id."""
-        holders: dict[str, Sequence[int]] = {
-            request_id: load.orphan_block_ids
+    def get_holdings(self) -> list[BlockHolding]:
+        """Blocks that transfers hold for requests that have ended."""
+        now_s = self._clock()
+        loads = [
+            BlockHolding(request_id, "orphaned_load", now_s - load.started_s, load.orphan_block_ids)
             for request_id, load in self._loads.items()
-            if load.orphan_block_ids is not None
-        }
-        holders.update((i, send.held_block_ids) for i, send in self._sends.items() if send.held_block_ids)
-        return holders
+            if load.orphan_block_ids
+        ]
+        sends = [
+            BlockHolding(request_id, "sending", now_s - send.started_s, send.held_block_ids)
+            for request_id, send in self._sends.items()
+            if send.held_block_ids
+        ]
+        return loads + sends
+
+    def count_overdue(self, max_age_s: float) -> int:
+        """Transfers that have been under way for longer than ``max_age_s``."""
+        latest_start_s = self._clock() - max_age_s
+        starts_s = [load.started_s for load in self._loads.values()] + [s.started_s for s in self._sends.values()]
+        return sum(started_s < latest_start_s for started_s in starts_s)
 
     def _reject(self, direction: str, request_id: str) -> None:
         logger.warning("late or unknown %s report for request %s is ignored", direction, request_id)

@@ -55,6 +55,8 @@ class EngineStats:
         self.num_blocks = self._gauge("kv_blocks", "KV blocks in the pool")
         self.num_used_blocks = self._gauge("kv_blocks_used", "KV blocks that a request or a transfer holds")
         self.num_cached_blocks = self._gauge("kv_blocks_cached", "KV blocks the prefix index knows")
+        self.leaked_blocks = self._gauge("kv_blocks_unexplained", "Blocks whose holders do not add up (watchdog)")
+        self.overdue_transfers = self._gauge("kv_transfers_overdue", "KV transfers that do not end (watchdog)")
         self.wasted_slots = self._gauge("kv_wasted_slots", "Allocated token slots that hold no KV")
         self.waste_ratio = self._gauge("kv_waste_ratio", "Wasted slots over allocated slots")
         self.prefix_queries = self._counter(

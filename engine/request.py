@@ -74,6 +74,7 @@ class Request:
         self.num_external_tokens = 0
         self.num_preemptions = 0
         self.received_s = now_s
+        self.admitted_s = now_s
         self.first_scheduled_s: float | None = None
         self.last_token_s: float | None = None
 
@@ -132,8 +133,9 @@ class Request:
         is_eos = token_id in eos_token_ids and not self.sampling.ignore_eos
         return token_id if reason is FinishReason.STOP and not is_eos else None
 
-    def note_admission(self, num_local_tokens: int) -> None:
+    def note_admission(self, num_local_tokens: int, now_s: float) -> None:
         """Blocks are allocated; the first ``num_local_tokens`` tokens are prefix hits."""
+        self.admitted_s = now_s
         self.num_computed_tokens = num_local_tokens
         if self.num_cached_tokens is None:
             self.num_cached_tokens = min(num_local_tokens, self.num_prompt_tokens)

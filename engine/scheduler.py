@@ -32,6 +32,7 @@ from pdserve.connectors.base import (
     ScheduledTokens,
     StepPlan,
 )
+from pdserve.engine.block_accounting import BlockHolding
 from pdserve.engine.config import SchedulerSettings
 from pdserve.engine.kv_cache_manager import KVCacheManager
 from pdserve.engine.kv_transfers import KVTransfers
@@ -108,7 +109,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._transfers = KVTransfers(settings, kv_cache, connector, stats)
+        self._transfers = KVTransfers(settings, kv_cache, connector, stats, clock)
         self._dropped_by_runner: list[str] = []
         self._known_to_runner: dict[str, int] = {}
         self._is_stalled = False
@@ -182,6 +183,26 @@ class Scheduler:
     def count_used_slots(self) -> int:
         """Token slots that hold KV of running or waiting requests, for the waste metric."""
         return sum(r.num_computed_tokens for r in list(self._requests.values()) if self._holds_blocks(r))
+
+    def get_holdings(self) -> list[BlockHolding]:
+        """Who holds blocks now."""
+        now_s = self._clock()
+        purposes = {RequestStatus.RUNNING: "running", RequestStatus.WAITING: "waiting"}
+        live = [
+            BlockHolding(
+                request.request_id,
+                purposes.get(request.status, "loading"),
+                now_s - request.admitted_s,
+                list(self._kv_cache.get_block_ids(request.request_id)),
+            )
+            for request in self._requests.values()
+            if self._holds_blocks(request)
+        ]
+        return live + self._transfers.get_holdings()
+
+    def count_overdue_transfers(self, max_age_s: float) -> int:
+        """Transfers that have been under way for longer than ``max_age_s``."""
+        return self._transfers.count_overdue(max_age_s)
 
     # --- one step ---------------------------------------------------------------------------------------
 
@@ -274,7 +295,7 @@ class Scheduler:
                 return Admission.NO_MEMORY
         self._kv_cache.admit(request.request_id, prefix, num_local + match.num_tokens)
         self._stats.count_lookup(request, num_local, match.num_tokens, self._kv_cache.block_size)
-        request.note_admission(num_local)
+        request.note_admission(num_local, self._clock())
         if self._transfers.start_load(request, match):
             self._remove_waiting(request)
             return Admission.NOT_NOW

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pdserve.engine.server.inbox import Drain, Inbox, Scrape
+from pdserve.engine.server.inbox import Drain, Inbox, Page, Scrape
 from pdserve.engine.server.instance_server import Phase
 
 logger = logging.getLogger(__name__)
@@ -28,12 +28,13 @@ logger = logging.getLogger(__name__)
 _SCRAPE_TIMEOUT_S = 10.0
 
 
-def build_app(inbox: Inbox, get_phase: Callable[[], Phase]) -> Starlette:
+def build_app(inbox: Inbox, get_phase: Callable[[], Phase], *, debug_blocks: bool = False) -> Starlette:
     """The routes.
 
     Args:
         inbox: the way to the engine's thread.
         get_phase: what the instance is doing; called on this app's thread.
+        debug_blocks: whether to tell who holds which KV block.
     """
 
     async def health(_: Request) -> Response:
@@ -44,29 +45,36 @@ def build_app(inbox: Inbox, get_phase: Callable[[], Phase]) -> Starlette:
         return JSONResponse({"status": get_phase()}, status_code=200 if get_phase() is Phase.READY else 503)
 
     async def metrics(_: Request) -> Response:
+        return await scrape(Page.METRICS, CONTENT_TYPE_LATEST)
+
+    async def blocks(_: Request) -> Response:
+        return await scrape(Page.BLOCKS, "application/json")
+
+    async def scrape(page: Page, media_type: str) -> Response:
         if get_phase() not in (Phase.READY, Phase.DRAINING):
             return JSONResponse({"status": get_phase()}, status_code=503)
-        scrape = Scrape(concurrent.futures.Future())
-        inbox.put(scrape)
+        command = Scrape(page, concurrent.futures.Future())
+        inbox.put(command)
         try:
-            body = await asyncio.wait_for(asyncio.wrap_future(scrape.answer), _SCRAPE_TIMEOUT_S)
+            body = await asyncio.wait_for(asyncio.wrap_future(command.answer), _SCRAPE_TIMEOUT_S)
         except TimeoutError:
             message = f"the engine's thread did not answer within {_SCRAPE_TIMEOUT_S:.0f} s"
             return JSONResponse({"status": get_phase(), "message": message}, status_code=503)
-        return Response(body, media_type=CONTENT_TYPE_LATEST)
+        return Response(body, media_type=media_type)
 
     async def drain(_: Request) -> Response:
         inbox.put(Drain("POST /drain"))
         return JSONResponse({"status": Phase.DRAINING}, status_code=202)
 
-    return Starlette(
-        routes=[
-            Route("/health", health),
-            Route("/ready", ready),
-            Route("/metrics", metrics),
-            Route("/drain", drain, methods=["POST"]),
-        ]
-    )
+    routes = [
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/drain", drain, methods=["POST"]),
+    ]
+    if debug_blocks:
+        routes.append(Route("/debug/blocks", blocks))
+    return Starlette(routes=routes)
 
 
 class HttpPort:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import enum
 import queue
 from dataclasses import dataclass
 
@@ -39,10 +40,18 @@ class Drain:
     reason: str
 
 
+class Page(enum.Enum):
+    """Pages that the HTTP port serves from the engine's thread."""
+
+    METRICS = enum.auto()
+    BLOCKS = enum.auto()
+
+
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """Somebody waits for the engine's metrics, which only its own thread may read."""
+    """Somebody waits for a page about the engine, which only its own thread may read."""
 
+    page: Page
     answer: concurrent.futures.Future[bytes]
 
 

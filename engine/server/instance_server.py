@@ -10,14 +10,15 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
 from pdserve.engine.server.counters import RateLimitedWarning, ServerCounters
-from pdserve.engine.server.inbox import Abort, Add, Command, Drain, Inbox, Scrape, SessionClosed, SocketFailed
+from pdserve.engine.server.inbox import Abort, Add, Command, Drain, Inbox, Page, Scrape, SessionClosed, SocketFailed
 from pdserve.engine.server.served_engine import ServedEngine
 from pdserve.engine.server.socket_thread import SocketThread
+from pdserve.engine.server.watchdog import BlockWatchdog
 from pdserve.engine.server.wire_errors import error_output
 from pdserve.errors import EngineError, PdserveError, UnavailableError
 from pdserve.protocol import AddRequest, RequestOutput, StepOutputs
@@ -45,7 +46,8 @@ class InstanceServer:
         inbox: what the socket thread, the HTTP port and signal handlers put in.
         drain_timeout_s: running requests have this long once draining began.
         counters: what to count with.
-        render_metrics: the engine's metrics; called on this thread.
+        pages: what the HTTP port serves from the engine; called on this thread.
+        watchdog: looks after the KV blocks between steps.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class InstanceServer:
         *,
         drain_timeout_s: float,
         counters: ServerCounters,
-        render_metrics: Callable[[], bytes],
+        pages: Mapping[Page, Callable[[], bytes]],
+        watchdog: BlockWatchdog | None = None,
     ) -> None:
         self.phase = Phase.STARTING
         self._engine = engine
@@ -64,7 +67,8 @@ class InstanceServer:
         self._inbox = inbox
         self._drain_timeout_s = drain_timeout_s
         self._counters = counters
-        self._render_metrics = render_metrics
+        self._pages = pages
+        self._watchdog = watchdog
         self._live: dict[str, tuple[int, str]] = {}
         """Session and the router's own id of every request that has not ended, by the engine's id."""
         self._load = engine.get_load()
@@ -96,6 +100,8 @@ class InstanceServer:
         outputs: list[RequestOutput] = []
         if self._engine.has_work() or self._engine.has_transfers():
             outputs = self._engine.step()
+        if self._watchdog is not None:
+            self._watchdog.poll()
         if outputs or commands:
             self._load = self._engine.get_load()
             self._publish(outputs)
@@ -106,9 +112,10 @@ class InstanceServer:
             return 0
         if self._engine.has_transfers():
             return _TRANSFER_POLL_S
+        waits_s = [] if self._watchdog is None else [self._watchdog.get_wait_s()]
         if self._drain_deadline_s is not None:
-            return max(self._drain_deadline_s - time.monotonic(), 0)
-        return None
+            waits_s.append(max(self._drain_deadline_s - time.monotonic(), 0))
+        return min(waits_s, default=None)
 
     # --- in -------------------------------------------------------------------------------------------
 
@@ -122,9 +129,9 @@ class InstanceServer:
                 self._abort([key for key, (owner, _) in self._live.items() if owner == session])
             case Drain(reason):
                 self._start_drain(reason)
-            case Scrape(answer):
+            case Scrape(page, answer):
                 if answer.set_running_or_notify_cancel():
-                    answer.set_result(self._render_metrics() + self._counters.render())
+                    answer.set_result(self._pages[page]())
             case SocketFailed():
                 raise EngineError("the socket to the routers failed")
 

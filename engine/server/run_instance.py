@@ -16,16 +16,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
 
 from pdserve.engine.server.counters import ServerCounters
 from pdserve.engine.server.http_port import HttpPort, build_app
-from pdserve.engine.server.inbox import Inbox
+from pdserve.engine.server.inbox import Inbox, Page
 from pdserve.engine.server.instance_server import InstanceServer, Phase
 from pdserve.engine.server.listening import ReadyNote, bind_http_socket, bind_router_socket, url_host
 from pdserve.engine.server.settings import InstanceConfig
 from pdserve.engine.server.signals import DrainOnSignal
 from pdserve.engine.server.socket_thread import SocketThread
+from pdserve.engine.server.watchdog import BlockWatchdog
 from pdserve.errors import ConfigError
 from pdserve.log import configure_logging
 from pdserve.protocol import Ready, Role
@@ -104,7 +106,7 @@ class _Instance:
             http=f"http://{host}:{http_socket.getsockname()[1]}",
         )
         self._signals.install()
-        http_port = HttpPort(build_app(self._inbox, self._phase), http_socket)
+        http_port = HttpPort(build_app(self._inbox, self._phase, debug_blocks=settings.debug_blocks), http_socket)
         http_port.start()
         try:
             return self._load_and_serve(router_socket, note)
@@ -160,8 +162,20 @@ class _Instance:
             self._inbox,
             drain_timeout_s=self._config.instance.drain_timeout_s,
             counters=counters,
-            render_metrics=lambda: render_metrics(engine.get_stats(), self._role, note.instance_id),
+            pages={
+                Page.METRICS: lambda: (
+                    render_metrics(engine.get_stats(), self._role, note.instance_id) + counters.render()
+                ),
+                Page.BLOCKS: lambda: msgspec.json.encode(engine.get_block_report()),
+            },
+            watchdog=self._build_watchdog(engine),
         )
+
+    def _build_watchdog(self, engine: EngineCore) -> BlockWatchdog | None:
+        settings = self._config.instance
+        if not settings.watchdog_interval_s:
+            return None
+        return BlockWatchdog(lambda: engine.check_blocks(settings.max_transfer_age_s), settings.watchdog_interval_s)
 
     def _phase(self) -> Phase:
         return Phase.STARTING if self._server is None else self._server.phase

@@ -32,6 +32,13 @@ class InstanceSettings:
         10.0, help="a router silent for this long is given up and its requests are aborted", minimum=0.1
     )
     heartbeat_interval_s: float = setting(1.0, help="routers hear of the load this often", minimum=0.01)
+    debug_blocks: bool = setting(False, help="serve GET /debug/blocks: who holds which KV block, and since when")
+    watchdog_interval_s: float = setting(
+        0.0, help="compare KV blocks with their holders this often and tell of mistakes; 0 = never", minimum=0
+    )
+    max_transfer_age_s: float = setting(
+        300.0, help="the watchdog tells of KV transfers under way for longer than this", minimum=1
+    )
     log_level: str | None = setting(None, help="debug, info, warning or error; default: PDSERVE_LOG_LEVEL, else info")
     ready_file: str | None = setting(None, help="once ready, write the addresses to this file as JSON", metavar="PATH")
 

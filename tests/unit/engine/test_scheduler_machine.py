@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scripted import BLOCK_SIZE, EOS, SchedulerHarness
 
 from pdserve.connectors.base import ConnectorOutput, FinishDecision, MatchResult
+from pdserve.engine.block_accounting import build_report
 from pdserve.protocol import FinishReason, KVTransferParams
 
 PARAMS = KVTransferParams(connector="scripted", transfer_id="t")
@@ -111,10 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def blocks_add_up(self) -> None:
         pool = self.h.kv_cache.pool
         pool.check()
-        held = {b for table in self.h.kv_cache._tables.values() for b in table}
-        for ids in self.h.scheduler._transfers.get_holders().values():
-            held.update(ids)
-        assert len(held) == pool.num_used_blocks
+        assert build_report(pool, self.h.scheduler.get_holdings()).mistakes == []
 
     @invariant()
     def nobody_gets_too_many_tokens(self) -> None:

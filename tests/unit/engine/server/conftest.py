@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from pdserve.engine.server.counters import ServerCounters
-from pdserve.engine.server.inbox import Drain, Inbox
+from pdserve.engine.server.inbox import Drain, Inbox, Page
 from pdserve.engine.server.instance_server import InstanceServer
 from pdserve.engine.server.listening import bind_router_socket
 from pdserve.engine.server.settings import InstanceSettings
@@ -193,7 +193,10 @@ class Instance:
             self.inbox,
             drain_timeout_s=settings.drain_timeout_s,
             counters=self.counters,
-            render_metrics=lambda: b"engine_metrics 1\n",
+            pages={
+                Page.METRICS: lambda: b"engine_metrics 1\n" + self.counters.render(),
+                Page.BLOCKS: lambda: b"{}",
+            },
         )
         self.routers: list[RouterEnd] = []
         self.thread = threading.Thread(target=self._run)

@@ -93,3 +93,13 @@ def test_http_port_follows_the_port() -> None:
     assert InstanceSettings(port=0).resolve_http_port() == 0
     assert InstanceSettings(port=8100, http_port=1234).resolve_http_port() == 1234
     assert InstanceSettings(host="h").resolve_instance_id(Role.DECODE, 7) == "decode-h-7"
+
+
+@pytest.mark.parametrize(("shown", "expected"), [(False, 404), (True, 503)])
+def test_blocks_are_shown_only_where_asked_for(shown: bool, expected: int) -> None:
+    async def status() -> int:
+        transport = httpx.ASGITransport(build_app(Inbox(), lambda: Phase.STARTING, debug_blocks=shown))
+        async with httpx.AsyncClient(transport=transport, base_url="http://instance") as client:
+            return (await client.get("/debug/blocks")).status_code
+
+    assert asyncio.run(status()) == expected

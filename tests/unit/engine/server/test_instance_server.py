@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from pdserve.engine.server.inbox import Drain, Scrape
+from pdserve.engine.server.inbox import Drain, Page, Scrape
 from pdserve.protocol import (
     MAX_FRAME_BYTES,
     AbortRequests,
@@ -356,7 +356,7 @@ def test_an_engine_that_fails_gives_its_requests_back_and_ends_with_1(start_inst
 
 def test_metrics_are_rendered_on_the_engines_thread(start_instance) -> None:
     instance = start_instance()
-    scrape = Scrape(concurrent.futures.Future())
+    scrape = Scrape(Page.METRICS, concurrent.futures.Future())
     instance.inbox.put(scrape)
     body = scrape.answer.result(5).decode()
     assert "engine_metrics 1" in body
