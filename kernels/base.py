@@ -169,6 +169,10 @@ class KernelBackend(Protocol):
         """``x @ weight.T + bias``: [T, O] in the backend's dtype."""
         ...
 
+    def linear_float32(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
+        """The same in float32, for logits: as exact as the backend has it, [T, O]."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last axis, computed in float32 (https://arxiv.org/abs/1910.07467)."""
         ...

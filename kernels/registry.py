@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
 
 from pdserve.errors import ConfigError
 from pdserve.kernels.base import KernelBackend
+from pdserve.kernels.cpp_backend import CppBackend
 from pdserve.kernels.matmul import OneDnnMatmul, build_matmul
 from pdserve.kernels.torch_backend import TorchBackend
 
+logger = logging.getLogger(__name__)
+
+CPP = "cpp"
 MATMULS: Mapping[str, str] = {"reference": "plain", "onednn": "onednn"}
-"""Backend name -> how it multiplies."""
+"""Name of a backend in torch -> how it multiplies."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 def backend_names() -> tuple[str, ...]:
     """All names that `get_backend` accepts besides ``auto``."""
-    return tuple(MATMULS)
+    return (CPP, *MATMULS)
 
 
 def get_backend(name: str, dtype: torch.dtype) -> KernelBackend:
@@ -30,7 +35,22 @@ def get_backend(name: str, dtype: torch.dtype) -> KernelBackend:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype} is not supported; use bfloat16 or float32")
     if name == "auto":
-        name = "reference" if OneDnnMatmul.explain_missing(dtype) else "onednn"
+        return _choose_backend(dtype)
+    if name == CPP:
+        if dtype != torch.bfloat16:
+            raise ConfigError(f"kernel backend 'cpp' computes in bfloat16, not {dtype}; use auto, {', '.join(MATMULS)}")
+        return CppBackend()
     if name not in MATMULS:
-        raise ConfigError(f"kernel backend {name!r} is unknown; use auto, {', '.join(MATMULS)}")
+        raise ConfigError(f"kernel backend {name!r} is unknown; use auto, {', '.join(backend_names())}")
+    return TorchBackend(name, dtype, build_matmul(MATMULS[name], dtype))
+
+
+def _choose_backend(dtype: torch.dtype) -> KernelBackend:
+    """Compiled kernels where there are any, else torch with oneDNN, else torch alone."""
+    if dtype == torch.bfloat16:
+        try:
+            return CppBackend()
+        except ConfigError as error:
+            logger.warning("computing with torch, which is slower: %s", error)
+    name = "reference" if OneDnnMatmul.explain_missing(dtype) else "onednn"
     return TorchBackend(name, dtype, build_matmul(MATMULS[name], dtype))

@@ -58,6 +58,10 @@ class TorchBackend:
         """See `KernelBackend.linear`."""
         return self._matmul.multiply(x_TD, weight)
 
+    def linear_float32(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
+        """See `KernelBackend.linear_float32`: rounded to the backend's dtype, as its matrix library gives it."""
+        return self.linear(x_TD, weight).float()
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `KernelBackend.rms_norm`."""
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)

@@ -13,7 +13,6 @@ token's result doesn't depend on its neighbours in the step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,38 +20,8 @@ from torch import Tensor
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.rope import RotaryTable
 from pdserve.kernels.base import AttentionMetadata, AttentionPlan, KernelBackend, LinearWeight, Rotation
+from pdserve.kernels.decoder import DecoderShape, FusingBackend, LayerHook, LayerWeights
 from pdserve.kernels.invariance import KernelShapes
-
-
-class LayerHook(Protocol):
-    """Called around each layer's attention, for connectors that move KV layer by layer."""
-
-    def before_layer(self, layer: int) -> None:
-        """``layer``'s KV is about to be written and read."""
-        ...
-
-    def after_layer(self, layer: int) -> None:
-        """``layer``'s KV of this step's tokens stands in the cache."""
-        ...
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One layer. Norm weights are [D], those of ``q_norm`` and ``k_norm`` [H] or None.
-
-    Attributes:
-        qkv: q, k and v projections stacked, ``(N + 2 K) * H`` rows.
-        gate_up: gate and up projections stacked, ``2 I`` rows.
-    """
-
-    input_norm: Tensor
-    qkv: LinearWeight
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: LinearWeight
-    post_attention_norm: Tensor
-    gate_up: LinearWeight
-    down: LinearWeight
 
 
 @dataclass(frozen=True)
@@ -88,6 +57,10 @@ class CausalLM:
         self.backend = backend
         self._weights = weights
         self._rotary = RotaryTable(config.rope, config.head_dim, config.max_position_embeddings)
+        self._decoder = None
+        if isinstance(backend, FusingBackend):
+            shape = DecoderShape(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
+            self._decoder = backend.build_decoder(weights.layers, weights.final_norm, shape)
 
     @torch.inference_mode()
     def forward(
@@ -108,25 +81,17 @@ class CausalLM:
         Returns:
             [T, D] hidden states behind the final norm, in the backend's dtype.
         """
-        scale = self.config.head_dim**-0.5
-        plan = self.backend.build_plan(metadata, kv_cache, self.config.num_heads, scale)
-        step = _Step(self._rotary.get_rotation(metadata.positions), plan, kv_cache)
+        rotation = self._rotary.get_rotation(metadata.positions)
         residual_TD = self._weights.embedding[token_ids_T]
-        layers = self._weights.layers
-        hidden_TD = self.backend.rms_norm(residual_TD, layers[0].input_norm, self.config.rms_norm_eps)
-        next_norms = (*(layer.input_norm for layer in layers[1:]), self._weights.final_norm)
-        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            attended_TD = self._attend(index, layer, hidden_TD, step, on_layer)
-            hidden_TD = self._add_norm(attended_TD, residual_TD, layer.post_attention_norm)
-            gate_up_T2I = self.backend.linear(hidden_TD, layer.gate_up)
-            fed_TD = self.backend.linear(self.backend.silu_mul(gate_up_T2I), layer.down)
-            hidden_TD = self._add_norm(fed_TD, residual_TD, next_norm)
-        return hidden_TD
+        if self._decoder is not None:
+            return self._decoder.forward(residual_TD, metadata, rotation, kv_cache, on_layer)
+        plan = self.backend.build_plan(metadata, kv_cache, self.config.num_heads, self.config.head_dim**-0.5)
+        return self._forward_layers(residual_TD, _Step(rotation, plan, kv_cache), on_layer)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R, V] float32 of hidden states [R, D]."""
-        return self.backend.linear(hidden_RD, self._weights.lm_head).float()
+        return self.backend.linear_float32(hidden_RD, self._weights.lm_head)
 
     def get_kernel_shapes(self) -> KernelShapes:
         """What `pdserve.kernels.invariance.check_invariance` checks: this model's own weights and shapes."""
@@ -140,6 +105,19 @@ class CausalLM:
             head_dim=config.head_dim,
             intermediate_size=config.intermediate_size,
         )
+
+    def _forward_layers(self, residual_TD: Tensor, step: _Step, on_layer: LayerHook | None) -> Tensor:
+        """All layers, kernel by kernel; ``residual`` is overwritten."""
+        layers = self._weights.layers
+        hidden_TD = self.backend.rms_norm(residual_TD, layers[0].input_norm, self.config.rms_norm_eps)
+        next_norms = (*(layer.input_norm for layer in layers[1:]), self._weights.final_norm)
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            attended_TD = self._attend(index, layer, hidden_TD, step, on_layer)
+            hidden_TD = self._add_norm(attended_TD, residual_TD, layer.post_attention_norm)
+            gate_up_T2I = self.backend.linear(hidden_TD, layer.gate_up)
+            fed_TD = self.backend.linear(self.backend.silu_mul(gate_up_T2I), layer.down)
+            hidden_TD = self._add_norm(fed_TD, residual_TD, next_norm)
+        return hidden_TD
 
     def _attend(
         self, index: int, layer: LayerWeights, hidden_TD: Tensor, step: _Step, on_layer: LayerHook | None

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from pdserve.checkpoint import weight_files
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.llama import CausalLM, LayerWeights, ModelWeights
+from pdserve.engine.models.llama import CausalLM, ModelWeights
 from pdserve.engine.models.weights import WeightReader
 from pdserve.kernels.base import KernelBackend, LinearWeight
+from pdserve.kernels.decoder import LayerWeights
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"

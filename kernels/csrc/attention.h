@@ -5,7 +5,7 @@
 //
 //   keys    -> panels of 32 keys, values -> panels of 32 dims, zeros where a key does not exist
 //   rows    query heads that share the KV head, token-major: row = token * G + head of the group
-//   scores  = rows @ keys;  M = max(M, scores);  p = 2^(scores - M), rounded as it is multiplied
+//   scores  = rows @ keys;  M = max(M, scores);  p = 2^(scores - M), float32
 //   sum     = sum * 2^(M_old - M) + sum(p);  acc = acc * 2^(M_old - M) + p @ values
 //
 // A row's arithmetic is fixed by its position: panels and pairs of keys that it does not see are skipped or have p = 0,
@@ -40,20 +40,23 @@ struct AttentionCall {
   int64_t num_items;
 };
 
-// How a KV element type is computed with.
+// How scores and outputs are computed for a KV element type. Queries and keys of bfloat16 have exact products;
+// probabilities would lose three digits in bfloat16, so they stay float32.
 template <class Kv>
 struct KvMath;
 template <>
 struct KvMath<uint16_t> {
 #if PDS_LEVEL == 3
-  using Math = PairMath;
+  using Scores = PairMath;
 #else
-  using Math = WideMath;
+  using Scores = WideMath;
 #endif
+  using Values = WideMath;
 };
 template <>
 struct KvMath<float> {
-  using Math = FloatMath;
+  using Scores = FloatMath;
+  using Values = FloatMath;
 };
 
 // --- packing: n keys or values of one head, in blocks, become panels ---
@@ -181,26 +184,15 @@ struct TilePacker {
 
 // --- one row ---
 
-// Stores p as it will be multiplied and returns that value.
-PDS_INLINE Vec store_probability(float* to, Vec p) {
-  store(to, p);
-  return p;
-}
-PDS_INLINE Vec store_probability(uint16_t* to, Vec p) {
-  store_bf16(to, p);
-  return load_bf16(to);
-}
-
 struct RowState {
   float most, sum;
 };
 
-// Scores of the `seen` first keys become probabilities [width]; sums so far are scaled to the new maximum.
-template <class Row>
-PDS_INLINE void update_row(float* scores, int64_t seen, int64_t width, float scale, Row* probabilities, RowState& state,
-                           float* acc, int64_t acc_width) {
+// Scores [width], of which the first `seen` count, become probabilities; sums so far are scaled to the new maximum.
+PDS_INLINE void update_row(float* scores, int64_t seen, int64_t width, float scale, RowState& state, float* acc,
+                           int64_t acc_width) {
   if (seen <= 0) {
-    memset(probabilities, 0, static_cast<size_t>(width) * sizeof *probabilities);
+    memset(scores, 0, static_cast<size_t>(width) * sizeof *scores);
     return;
   }
   for (int64_t i = seen; i < width; ++i) scores[i] = kMinusInfinity;
@@ -216,7 +208,9 @@ PDS_INLINE void update_row(float* scores, int64_t seen, int64_t width, float sca
   const Vec shift = splat(new_most);
   Vec sum = splat(0.0f);
   for (int64_t i = 0; i < width; i += kWidth) {
-    sum = sum + store_probability(probabilities + i, exp2(load(scores + i) - shift));
+    const Vec p = exp2(load(scores + i) - shift);
+    store(scores + i, p);
+    sum = sum + p;
   }
   float decay = 1.0f;
   if (new_most != state.most) {
@@ -233,8 +227,9 @@ PDS_INLINE void update_row(float* scores, int64_t seen, int64_t width, float sca
 
 template <class Kv>
 class ItemWork {
-  using Math = typename KvMath<Kv>::Math;
-  using Row = typename Math::Row;
+  using Scores = typename KvMath<Kv>::Scores;
+  using Values = typename KvMath<Kv>::Values;
+  using Row = typename Scores::Row;
 
  public:
   ItemWork(const AttentionCall& call, const Item& item)
@@ -280,7 +275,7 @@ class ItemWork {
   bool reserve() {
     const int64_t all_rows = rows_ * (item_.last_head - item_.first_head);
     const int64_t num_bytes = (all_rows * head_dim_ + kTileKeys * (head_dim_ + acc_width_) + acc_width_) * 4 +
-                              all_rows * (acc_width_ + 2) * 4 + kTileRows * kTileKeys * 8 + 16 * 64;
+                              all_rows * (acc_width_ + 2) * 4 + kTileRows * kTileKeys * 4 + 16 * 64;
     auto* memory = static_cast<char*>(pds::scratch(pds::kAttention, static_cast<size_t>(num_bytes)));
     if (memory == nullptr) return false;
     queries_ = take<Row>(memory, all_rows * head_dim_);
@@ -290,7 +285,6 @@ class ItemWork {
     acc_ = take<float>(memory, all_rows * acc_width_);
     states_ = take<RowState>(memory, all_rows);
     scores_ = take<float>(memory, kTileRows * kTileKeys);
-    probabilities_ = take<Row>(memory, kTileRows * kTileKeys);
     memset(zeros_, 0, static_cast<size_t>(acc_width_) * sizeof(Kv));
     // Columns of a value panel that hold no dim are multiplied too; their results are not used.
     if (acc_width_ != head_dim_) memset(value_panels_, 0, static_cast<size_t>(kTileKeys * acc_width_) * sizeof(Kv));
@@ -323,7 +317,8 @@ class ItemWork {
 
   // `count` rows against the `seen` first keys of the tile at `first_key`.
   void attend_rows(int64_t index, int64_t row, int64_t count, int64_t seen, int64_t first_key) {
-    const TileFunction<Math> multiply = tile_function<Math>(count);
+    const TileFunction<Scores> multiply = tile_function<Scores>(count);
+    const TileFunction<Values> add_values = tile_function<Values>(count);
     const Row* queries = queries_ + index * head_dim_;
     float* acc = acc_ + index * acc_width_;
     const Ahead nothing{reinterpret_cast<const char*>(queries), 0};
@@ -334,11 +329,11 @@ class ItemWork {
     const float scale = call_.heads->scale * 1.44269504088896341f;
     for (int64_t r = 0; r < count; ++r) {
       update_row(scores_ + r * kTileKeys, least(seen, position_of(row + r) + 1 - first_key), width, scale,
-                 probabilities_ + r * kTileKeys, states_[index + r], acc + r * acc_width_, acc_width_);
+                 states_[index + r], acc + r * acc_width_, acc_width_);
     }
     for (int64_t dim = 0; dim < acc_width_; dim += kPanel) {
-      multiply(probabilities_, kTileKeys, value_panels_ + dim * kTileKeys, (seen + 1) / 2, acc + dim, acc_width_, true,
-               nothing);
+      add_values(scores_, kTileKeys, value_panels_ + dim * kTileKeys, (seen + 1) / 2, acc + dim, acc_width_, true,
+                 nothing);
     }
   }
 
@@ -364,7 +359,6 @@ class ItemWork {
   Kv *key_panels_, *value_panels_, *zeros_;
   float *acc_, *scores_;
   RowState* states_;
-  Row* probabilities_;
 };
 
 // --- a step ---

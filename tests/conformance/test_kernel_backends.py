@@ -15,16 +15,23 @@ from torch import Tensor
 
 from pdserve.errors import ConfigError
 from pdserve.kernels.base import AttentionMetadata, KernelBackend, Rotation
-from pdserve.kernels.registry import DTYPES, backend_names, get_backend
+from pdserve.kernels.cpp_backend import CppBackend
+from pdserve.kernels.native_library import get_supported_variants
+from pdserve.kernels.registry import CPP, DTYPES, backend_names, get_backend
 
 NUM_LAYERS, LAYER = 3, 1
 
 
-@pytest.fixture(params=[(name, dtype) for name in backend_names() for dtype in DTYPES], ids=str)
+REGISTERED = [(name, dtype) for name in backend_names() for dtype in DTYPES if name != CPP or dtype == torch.bfloat16]
+# The first variant is what the registry gives.
+OTHER_VARIANTS = [(variant.name, torch.bfloat16) for variant in get_supported_variants()[1:]]
+
+
+@pytest.fixture(params=REGISTERED + OTHER_VARIANTS, ids=str)
 def backend(request: pytest.FixtureRequest) -> KernelBackend:
     name, dtype = request.param
     try:
-        return get_backend(name, dtype)
+        return CppBackend(name) if request.param in OTHER_VARIANTS else get_backend(name, dtype)
     except ConfigError as error:
         pytest.skip(f"does not run here: {error}")
 

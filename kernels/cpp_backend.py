@@ -1,0 +1,199 @@
+"""The compiled backend: bfloat16 kernels in C++ (csrc/), for the instruction set that this processor has.
+
+Rows don't depend on one another by construction, not by measurement: every sum has one accumulator that runs over its
+inputs in one order, whatever the number of rows, threads or chunks (csrc/gemm.h, csrc/attention.h). Instruction sets
+may round differently from one another; the numerics string tells them apart.
+
+Knows torch tensors as memory only: shapes and dtypes are checked here, the library trusts what it is given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.base import AttentionMetadata, LinearWeight
+from pdserve.kernels.cpp_decoder import CppDecoder
+from pdserve.kernels.cpp_step import CppAttention, build_heads, build_linear, build_step
+from pdserve.kernels.decoder import DecoderShape, LayerWeights
+from pdserve.kernels.native_library import choose_variant, load_library, require_memory
+from pdserve.kernels.weight_memory import WeightMemory
+
+PANEL_OUTPUTS = 32
+"""Outputs that are packed together; kPanel in csrc/gemm.h."""
+NUMERICS_VERSION = 1
+"""Raised when the order or rounding of any sum changes."""
+
+
+class CppBackend:
+    """`pdserve.kernels.base.KernelBackend` in C++.
+
+    Args:
+        variant: the instruction set, by `native_build.Variant`'s name; None = the best this processor has.
+        num_threads: compute threads; None = torch's own number at each call.
+
+    Raises:
+        ConfigError: the processor doesn't run ``variant``, or its library is not there and cannot be compiled.
+    """
+
+    def __init__(self, variant: str | None = None, num_threads: int | None = None) -> None:
+        chosen = choose_variant(variant)
+        self._variant = chosen.name
+        self._library = load_library(chosen)
+        self._num_threads = num_threads
+        self._memory = WeightMemory()
+        self._numerics = f"cpp/{NUMERICS_VERSION}/{chosen.name}/bfloat16/{self._probe_digest()}"
+
+    @property
+    def name(self) -> str:
+        """See `KernelBackend`."""
+        return "cpp"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `KernelBackend`."""
+        return torch.bfloat16
+
+    @property
+    def numerics(self) -> str:
+        """See `KernelBackend`."""
+        return self._numerics
+
+    @property
+    def variant(self) -> str:
+        """The instruction set it was compiled for."""
+        return self._variant
+
+    def get_num_threads(self) -> int:
+        """Threads that the next call computes with."""
+        return self._num_threads or torch.get_num_threads()
+
+    def prepare_linear(self, weight_OD: Tensor, bias_O: Tensor | None) -> LinearWeight:
+        """See `KernelBackend.prepare_linear`: copied into panels, on huge pages."""
+        out_features, in_features = weight_OD.shape
+        weight_OD = _require_rows(weight_OD)
+        panels = -(-out_features // PANEL_OUTPUTS)
+        packed = self._memory.allocate(panels * PANEL_OUTPUTS * (in_features + in_features % 2), torch.bfloat16)
+        self._library.pds_pack_linear(
+            weight_OD.data_ptr(), weight_OD.stride(0), out_features, in_features, packed.data_ptr()
+        )
+        bias = None if bias_O is None else _require_plain(bias_O)
+        return LinearWeight(packed, bias, in_features, out_features)
+
+    def linear(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
+        """See `KernelBackend.linear`."""
+        return self._multiply(self._library.pds_linear, x_TD, weight, torch.bfloat16)
+
+    def linear_float32(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
+        """See `KernelBackend.linear_float32`: the accumulators as they are."""
+        return self._multiply(self._library.pds_linear_float32, x_TD, weight, torch.float32)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `KernelBackend.rms_norm`."""
+        x, width = _require_plain(x), x.shape[-1]
+        assert weight.shape == (width,)
+        out = torch.empty_like(x)
+        self._library.pds_rms_norm(
+            x.data_ptr(),
+            x.numel() // width,
+            width,
+            _require_plain(weight).data_ptr(),
+            eps,
+            out.data_ptr(),
+            self.get_num_threads(),
+        )
+        return out
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """See `KernelBackend.add_rms_norm`."""
+        assert residual_TD.is_contiguous()
+        assert residual_TD.dtype == torch.bfloat16
+        assert x_TD.shape == residual_TD.shape
+        assert weight_D.shape == residual_TD.shape[1:]
+        out = torch.empty_like(residual_TD)
+        self._library.pds_add_rms_norm(
+            _require_plain(x_TD).data_ptr(),
+            residual_TD.data_ptr(),
+            *residual_TD.shape,
+            _require_plain(weight_D).data_ptr(),
+            eps,
+            out.data_ptr(),
+            self.get_num_threads(),
+        )
+        return out
+
+    def build_plan(self, metadata: AttentionMetadata, kv_cache: Tensor, num_heads: int, scale: float) -> CppAttention:
+        """See `KernelBackend.build_plan`."""
+        _, _, _, num_kv_heads, _, head_dim = kv_cache.shape
+        heads = build_heads(num_heads, num_kv_heads, head_dim, scale)
+        return CppAttention(self._library, build_step(metadata, self.get_num_threads()), heads)
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        """See `KernelBackend.silu_mul`."""
+        gate_up_T2I = _require_plain(gate_up_T2I)
+        num_tokens, width = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
+        out_TI = torch.empty(num_tokens, width, dtype=torch.bfloat16)
+        self._library.pds_silu_mul(gate_up_T2I.data_ptr(), num_tokens, width, out_TI.data_ptr(), self.get_num_threads())
+        return out_TI
+
+    def build_decoder(self, layers: Sequence[LayerWeights], final_norm: Tensor, shape: DecoderShape) -> CppDecoder:
+        """See `pdserve.kernels.decoder.FusingBackend.build_decoder`."""
+        return CppDecoder(self._library, layers, final_norm, shape, self.get_num_threads)
+
+    def _multiply(self, function: object, x_TD: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+        assert callable(function)
+        x_TD = _require_rows(x_TD)
+        assert x_TD.shape[1] == weight.in_features
+        out_TO = torch.empty(x_TD.shape[0], weight.out_features, dtype=dtype)
+        status = function(
+            x_TD.data_ptr(),
+            x_TD.stride(0),
+            x_TD.shape[0],
+            byref(build_linear(weight)),
+            out_TO.data_ptr(),
+            self.get_num_threads(),
+        )
+        require_memory(status)
+        return out_TO
+
+    def _probe_digest(self) -> str:
+        """Digest of small fixed products and functions, lest two processors that round differently look the same.
+
+        The inputs are exact fractions, the same on any machine.
+        """
+        values = (torch.arange(48 * 512) * 2654435761 % 65521).view(48, 512).to(torch.float64) / 65521 - 0.5
+        inputs, weight = values[:16].to(torch.bfloat16), values[16:].to(torch.bfloat16)
+        product = self.linear_float32(inputs, self.prepare_linear(weight, None))
+        results = (
+            product,
+            self.rms_norm(inputs, weight[0], 1e-6),
+            self.silu_mul(inputs),
+            self._probe_attention(values),
+        )
+        content = b"".join(result.view(torch.uint8).numpy().tobytes() for result in results)
+        return hashlib.sha256(content).hexdigest()[:8]
+
+    def _probe_attention(self, values: Tensor) -> Tensor:
+        """One token over 150 keys, two tiles, of both KV dtypes."""
+        kv = (values[:40].reshape(-1)[: 10 * 2 * 16 * 64].view(10, 1, 2, 1, 16, 64) * 8).contiguous()
+        q = (values[:3, :64].view(1, 3, 64) * 8).to(torch.bfloat16)
+        metadata = AttentionMetadata.build([1], [150], [list(range(10))], 16)
+        caches = (kv.to(dtype) for dtype in (torch.bfloat16, torch.float32))
+        return torch.cat([self.build_plan(metadata, cache, 3, 0.125).attend(q, cache[:, 0]) for cache in caches])
+
+
+def _require_rows(x_TD: Tensor) -> Tensor:
+    """``x`` as bfloat16 rows, each of adjacent elements."""
+    assert x_TD.dtype == torch.bfloat16
+    assert x_TD.dim() == 2
+    return x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+
+
+def _require_plain(x: Tensor) -> Tensor:
+    """``x`` as contiguous bfloat16."""
+    assert x.dtype == torch.bfloat16
+    return x.contiguous()
