@@ -28,6 +28,11 @@ def get_hub_token() -> str | None:
     return os.environ.get("HF_TOKEN")
 
 
+def get_redis_password() -> str | None:
+    """Password of the Redis connector: ``PDSERVE_REDIS_PASSWORD``. Never logged."""
+    return os.environ.get("PDSERVE_REDIS_PASSWORD") or None
+
+
 def child_environment(log_level: str) -> dict[str, str]:
     """This process's environment for a child that logs at ``log_level``."""
     return {**os.environ, "PDSERVE_LOG_LEVEL": log_level}

@@ -1,0 +1,63 @@
+"""KV through a Redis server (or Valkey), over TCP, TLS or a unix socket; one server or a cluster.
+
+A store, like shared_storage, for engines that share no file system. The halves are those of `connectors.blocks`; here
+is what a server adds:
+
+    options.py      settings, secrets from the environment or a file
+    server.py       connections by key, exchanges of many commands, back to life after failures
+    channel.py      one connection during an exchange: commands out, replies in, before a deadline
+    redis_store.py  reads and writes
+    index.py        lookups beside the scheduler's thread
+
+A server that is slow, full, restarting or gone costs a bounded wait and then nothing: prompts are computed. What is
+tried again is tried by itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pdserve.connectors.base import ConnectorContext, ConnectorFeatures
+from pdserve.connectors.blocks.scheduler import StoreScheduler
+from pdserve.connectors.redis.index import RedisIndex
+from pdserve.connectors.redis.options import CONNECTOR_NAME, parse_options
+from pdserve.connectors.redis.server import RedisServer
+
+if TYPE_CHECKING:
+    from pdserve.connectors.blocks.worker import StoreWorker
+
+__all__ = ["RedisConnector"]
+
+
+class RedisConnector:
+    """Builds the two halves."""
+
+    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True, is_store=True)
+
+    @classmethod
+    def build_scheduler(cls, context: ConnectorContext) -> StoreScheduler:
+        """The scheduler half.
+
+        Raises:
+            ConfigError: an option is unknown or wrong.
+        """
+        options = parse_options(context)
+        index = RedisIndex(RedisServer(options, timeout_s=options.lookup_timeout_s), context, options)
+        return StoreScheduler(CONNECTOR_NAME, context, index, saves=options.saves_as(context.role))
+
+    @classmethod
+    def build_worker(cls, context: ConnectorContext) -> StoreWorker:
+        """The worker half.
+
+        Raises:
+            ConfigError: an option is unknown or wrong, or the server refuses this user. A server that does not
+                answer is no error: it may come later.
+        """
+        # Imported here: the scheduler half may live in a process without torch.
+        from pdserve.connectors.blocks.worker import StoreWorker
+        from pdserve.connectors.redis.redis_store import RedisStore
+
+        options = parse_options(context)
+        store = RedisStore(RedisServer(options, timeout_s=options.timeout_s), context, options)
+        store.check_access()
+        return StoreWorker(CONNECTOR_NAME, context, options, store)

@@ -1,0 +1,218 @@
+"""One connection during one exchange: commands out, replies in, everything before one deadline.
+
+Speaks the protocol's version 2 on a connection that redis-py has opened and authenticated. Values go from their
+buffer to the socket and from the socket into KV memory without a copy in between: the client library's own way
+through Python objects takes two to four times as long for values of this size.
+
+Reference: Redis serialization protocol specification, https://redis.io/docs/latest/develop/reference/protocol-spec/
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import redis
+
+from pdserve.connectors.blocks.failures import Failure
+
+Part = bytes | memoryview
+_BUFFER_BYTES = 16 << 10
+_MAX_TEXT_BYTES = 8 << 10
+_KINDS = {
+    "OOM": "no_space",
+    "NOAUTH": "permission",
+    "NOPERM": "permission",
+    "WRONGPASS": "permission",
+    "READONLY": "permission",
+    "LOADING": "unreachable",
+    "MASTERDOWN": "unreachable",
+    "CLUSTERDOWN": "unreachable",
+    "TRYAGAIN": "unreachable",
+    "MOVED": "moved",
+    "ASK": "moved",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command about one key; ``arguments`` follow the key."""
+
+    name: bytes
+    key: bytes
+    arguments: tuple[Part, ...] = ()
+
+
+class ProtocolError(Exception):
+    """The server said what no server says, or hung up."""
+
+
+class Channel:
+    """Used by one thread, for one exchange.
+
+    Args:
+        pool: where the connection comes from and goes back to.
+        deadline: on ``clock``; nothing waits beyond it.
+        clock: monotonic seconds.
+
+    Raises:
+        redis.RedisError: no connection within the pool's own timeout, or the server refuses the user.
+    """
+
+    def __init__(self, pool: redis.ConnectionPool, deadline: float, clock: Callable[[], float]) -> None:
+        self._pool = pool
+        self._deadline = deadline
+        self._clock = clock
+        self._connection = pool.get_connection()
+        # redis-py gives its socket to parsers only, under this name.
+        self._socket: socket.socket = self._connection._sock
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._end = 0
+        self._unsent: list[Part] = []
+        self._num_owed = 0
+
+    def queue(self, command: Command) -> None:
+        """Add a command to what `flush` sends."""
+        arguments = (command.name, command.key, *command.arguments)
+        pieces = [b"*%d\r\n" % len(arguments)]
+        for argument in arguments:
+            pieces.append(b"$%d\r\n" % len(argument))
+            if isinstance(argument, memoryview):
+                self._unsent += (b"".join(pieces), argument)
+                pieces = []
+            else:
+                pieces.append(argument)
+            pieces.append(b"\r\n")
+        self._unsent.append(b"".join(pieces))
+        self._num_owed += 1
+
+    def flush(self) -> None:
+        """Send what is queued.
+
+        Raises:
+            OSError: the connection broke, or the deadline passed (TimeoutError).
+        """
+        parts, self._unsent = self._unsent, []
+        small: list[Part] = []
+        for part in parts:
+            if isinstance(part, memoryview):
+                self._send(b"".join(small))
+                self._send(part)
+                small = []
+            else:
+                small.append(part)
+        self._send(b"".join(small))
+
+    def read_number(self) -> int | Failure:
+        """A reply that is a number.
+
+        Raises:
+            ProtocolError: it is something else.
+            OSError: the connection broke, or the deadline passed.
+        """
+        mark, text = self._read_line()
+        if mark != b":":
+            return self._read_failure(mark, text)
+        self._num_owed -= 1
+        return int(text)
+
+    def read_ok(self) -> Failure | None:
+        """A reply that says no more than that the command was done.
+
+        Raises:
+            ProtocolError: it is something else.
+            OSError: the connection broke, or the deadline passed.
+        """
+        mark, text = self._read_line()
+        if mark != b"+":
+            return self._read_failure(mark, text)
+        self._num_owed -= 1
+        return None
+
+    def read_value_length(self) -> int | Failure:
+        """Begin a reply that is a value: its length; `read_into` must fetch it and `end_value` end it.
+
+        Raises:
+            ProtocolError: it is something else.
+            OSError: the connection broke, or the deadline passed.
+        """
+        mark, text = self._read_line()
+        if mark != b"$":
+            return self._read_failure(mark, text)
+        length = int(text)
+        if length < 0:
+            self._num_owed -= 1
+            return Failure("missing", "the server does not have it any more")
+        return length
+
+    def read_into(self, target: memoryview) -> None:
+        """The next bytes of a value.
+
+        Raises:
+            ProtocolError: the server hung up.
+            OSError: the connection broke, or the deadline passed.
+        """
+        count = min(len(target), self._end - self._start)
+        target[:count] = self._buffer[self._start : self._start + count]
+        self._start += count
+        while count < len(target):
+            count += self._receive(target[count:])
+
+    def end_value(self) -> None:
+        """The value was read whole.
+
+        Raises:
+            ProtocolError: there is more of it.
+            OSError: the connection broke, or the deadline passed.
+        """
+        end = bytearray(2)
+        self.read_into(memoryview(end))
+        if end != b"\r\n":
+            raise ProtocolError("a value is longer than announced")
+        self._num_owed -= 1
+
+    def close(self) -> None:
+        """Give the connection back; one that still owes a reply is of no more use."""
+        if self._num_owed:
+            self._connection.disconnect()
+        self._pool.release(self._connection)
+
+    def _read_failure(self, mark: bytes, text: bytes) -> Failure:
+        if mark != b"-":
+            raise ProtocolError(f"unexpected reply of type {mark!r}")
+        self._num_owed -= 1
+        message = text.decode(errors="replace")
+        return Failure(_KINDS.get(message.partition(" ")[0], "io"), message)
+
+    def _read_line(self) -> tuple[bytes, bytes]:
+        """Type and text of the next line."""
+        line = bytearray()
+        while not line.endswith(b"\r\n"):
+            if self._start == self._end:
+                self._start, self._end = 0, self._receive(self._buffer)
+            found = bytes(self._buffer[self._start : self._end]).find(b"\n")
+            end = self._end if found < 0 else self._start + found + 1
+            line += self._buffer[self._start : end]
+            self._start = end
+            if len(line) > _MAX_TEXT_BYTES:
+                raise ProtocolError("a line does not end")
+        return bytes(line[:1]), bytes(line[1:-2])
+
+    def _send(self, data: Part) -> None:
+        if data:
+            self._socket.settimeout(self._get_remaining_s())
+            self._socket.sendall(data)
+
+    def _receive(self, target: memoryview) -> int:
+        self._socket.settimeout(self._get_remaining_s())
+        count = self._socket.recv_into(target)
+        if count == 0:
+            raise ProtocolError("the server closed the connection")
+        return count
+
+    def _get_remaining_s(self) -> float:
+        remaining = self._deadline - self._clock()
+        if remaining <= 0:
+            raise TimeoutError
+        return remaining

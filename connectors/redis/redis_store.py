@@ -1,0 +1,154 @@
+"""Blocks as values: one for each, read straight into KV memory, written and looked for in bounded batches."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Generator, Iterator, Sequence
+
+from pdserve.connectors.base import ConnectorContext
+from pdserve.connectors.blocks.block_format import HEADER_BYTES, BlockFormat
+from pdserve.connectors.blocks.block_memory import BlockMemory
+from pdserve.connectors.blocks.failures import Failure, InvalidBlockError
+from pdserve.connectors.blocks.messages import BlockTransfer
+from pdserve.connectors.blocks.store import SealedBlock, WriteResult
+from pdserve.connectors.redis.channel import Channel, Command
+from pdserve.connectors.redis.keys import KeyNames
+from pdserve.connectors.redis.options import CONNECTOR_NAME, RedisOptions
+from pdserve.connectors.redis.server import ExchangeError, RedisServer
+from pdserve.errors import ConfigError
+from pdserve.kv_layout import BlockKey
+
+logger = logging.getLogger(__name__)
+
+
+class RedisStore:
+    """Used by reader and writer threads.
+
+    Args:
+        server: where the values are.
+        context: the engine.
+        options: TTL and bounds.
+    """
+
+    def __init__(self, server: RedisServer, context: ConnectorContext, options: RedisOptions) -> None:
+        self._server = server
+        self._names = KeyNames(options.prefix, context.identity)
+        self._format = BlockFormat(context.identity, context.spec)
+        self._ttl = b"%d" % options.ttl_s if options.ttl_s else None
+        self.place = server.place
+        self.blocks_per_read = max(options.max_batch_bytes // self._format.value_bytes, 1)
+        self.blocks_per_write = self.blocks_per_read
+
+    def check_access(self) -> None:
+        """Ask one question, so that a wrong password is told at start.
+
+        Raises:
+            ConfigError: the server refuses this user.
+        """
+        failure: Failure | int
+        try:
+            with contextlib.closing(self._server.exchange([Command(b"STRLEN", self._names.prefix)])) as channels:
+                failure = next(channels).read_number()
+        except ExchangeError as error:
+            failure = error.failure
+        if not isinstance(failure, Failure):
+            return
+        if failure.kind == "permission":
+            raise ConfigError(
+                f"connector {CONNECTOR_NAME}: {self.place} refuses: {failure.reason}; "
+                "see options username and password_file, and PDSERVE_REDIS_PASSWORD"
+            )
+        logger.warning("%s cannot be used now: %s; prompts are computed until it can", self.place, failure.reason)
+
+    def has(self, key: BlockKey) -> bool:
+        """Not known without asking; `write` asks for many at once."""
+        return False
+
+    def read(self, blocks: Sequence[BlockTransfer], memory: BlockMemory) -> Generator[Failure | None]:
+        """Ask for all, and take the answers one by one; what was used lives on for another TTL."""
+        commands = [self._build_get(block.digest) for block in blocks]
+        waiting = iter(blocks)
+        try:
+            with contextlib.closing(self._server.exchange(commands)) as channels:
+                for channel in channels:
+                    failure = self._read_block(channel, next(waiting), memory)
+                    yield failure
+        except ExchangeError as error:
+            yield error.failure
+
+    def write(self, blocks: Sequence[SealedBlock]) -> list[WriteResult]:
+        """Ask which are there, giving those another TTL, and send the others."""
+        results: dict[bytes, WriteResult] = {}
+        try:
+            sizes = list(self._get_sizes(blocks))
+            missing = [b for b, size in zip(blocks, sizes, strict=True) if size != self._format.value_bytes]
+            results = {block.key.digest: WriteResult(was_there=True) for block in blocks}
+            for block in missing:
+                del results[block.key.digest]
+            for block, failure in zip(missing, self._set(missing), strict=True):
+                results[block.key.digest] = WriteResult(failure)
+        except ExchangeError as error:
+            rest = WriteResult(error.failure)
+            return [results.get(block.key.digest, rest) for block in blocks]
+        return [results[block.key.digest] for block in blocks]
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._server.close()
+
+    def _build_get(self, digest: bytes) -> Command:
+        name = self._names.of(digest)
+        return Command(b"GET", name) if self._ttl is None else Command(b"GETEX", name, (b"EX", self._ttl))
+
+    def _get_sizes(self, blocks: Sequence[SealedBlock]) -> Iterator[int]:
+        """Length of each block's value, 0 where there is none, in one round trip."""
+        commands = [Command(b"STRLEN", self._names.of(block.key.digest)) for block in blocks]
+        if self._ttl is not None:
+            commands += [Command(b"EXPIRE", command.key, (self._ttl,)) for command in commands]
+        with contextlib.closing(self._server.exchange(commands)) as channels:
+            replies = [channel.read_number() for channel in channels]
+        for reply in replies[: len(blocks)]:
+            # A key that holds no string, or a question that was refused: the write will tell.
+            yield 0 if isinstance(reply, Failure) else reply
+
+    def _set(self, blocks: Sequence[SealedBlock]) -> Iterator[Failure | None]:
+        expiry = () if self._ttl is None else (b"EX", self._ttl)
+        commands = [Command(b"SET", self._names.of(block.key.digest), (block.value, *expiry)) for block in blocks]
+        with contextlib.closing(self._server.exchange(commands)) as channels:
+            for channel in channels:
+                failure = channel.read_ok()
+                if failure is not None and failure.kind == "moved":
+                    self._server.note_move()
+                yield failure
+
+    def _read_block(self, channel: Channel, block: BlockTransfer, memory: BlockMemory) -> Failure | None:
+        failure: Failure | None
+        try:
+            failure = self._read_value(channel, block.key, memory.get_view(block.block_id))
+        except InvalidBlockError as error:
+            self._remove(block.digest)
+            failure = Failure(error.kind, f"its value is {error.kind} and was removed")
+        if failure is not None:
+            memory.wipe(block.block_id)
+        return failure
+
+    def _read_value(self, channel: Channel, key: BlockKey, payload: memoryview) -> Failure | None:
+        """The header is verified before the first payload byte is read: no other model's block touches KV memory."""
+        length = channel.read_value_length()
+        if isinstance(length, Failure):
+            return length
+        header = bytearray(min(length, HEADER_BYTES))
+        channel.read_into(memoryview(header))
+        self._format.verify_header(key, bytes(header), length)
+        channel.read_into(payload)
+        channel.end_value()
+        self._format.verify_payload(bytes(header), payload)
+        return None
+
+    def _remove(self, digest: bytes) -> None:
+        """A good value that another engine writes in this moment may be hit; that costs a miss."""
+        command = Command(b"UNLINK", self._names.of(digest))
+        with contextlib.suppress(ExchangeError), contextlib.closing(self._server.exchange([command])) as channels:
+            for channel in channels:
+                channel.read_number()

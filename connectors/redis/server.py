@@ -1,0 +1,133 @@
+"""The server, or cluster, as one thing that answers commands: connections by key, failures by kind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from pdserve.connectors.blocks.failures import Failure
+from pdserve.connectors.redis.channel import Channel, Command, ProtocolError
+from pdserve.connectors.redis.options import RedisOptions
+
+
+class ExchangeError(Exception):
+    """An exchange ended before its last reply.
+
+    Args:
+        failure: why.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
+class RedisServer:
+    """Any number of threads may exchange at once; each takes connections of its own from a pool.
+
+    Nothing connects before the first exchange, and nothing is retried here: a later exchange finds a server that has
+    come back.
+
+    Args:
+        options: where the server is, and who asks.
+        timeout_s: longest time to connect, and for one exchange.
+    """
+
+    def __init__(self, options: RedisOptions, *, timeout_s: float) -> None:
+        self.place = str(options.url)
+        self._options = options
+        self._timeout_s = timeout_s
+        self._clock = time.monotonic
+        self._lock = threading.Lock()
+        self._client: redis.Redis | redis.RedisCluster | None = None
+
+    def exchange(self, commands: Sequence[Command]) -> Generator[Channel]:
+        """Send all commands, then stop at each one's reply, in their order; the caller reads it from the channel.
+
+        Raises:
+            ExchangeError: the server cannot be reached, hung up, or did not answer in time.
+        """
+        deadline = self._clock() + self._timeout_s
+        channels: dict[int, Channel] = {}
+        try:
+            in_order = [self._queue(command, channels, deadline) for command in commands]
+            for channel in channels.values():
+                channel.flush()
+            yield from in_order
+        except (redis.RedisError, OSError, ProtocolError) as error:
+            if self._options.cluster:
+                self.close()  # the next exchange asks where everything is now
+            raise ExchangeError(_classify(error)) from error
+        finally:
+            for channel in channels.values():
+                channel.close()
+
+    def note_move(self) -> None:
+        """A key lies elsewhere than was thought: the next exchange asks where everything is now."""
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections that no thread uses; idempotent."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _queue(self, command: Command, channels: dict[int, Channel], deadline: float) -> Channel:
+        pool = self._get_pool(command.key)
+        channel = channels.get(id(pool))
+        if channel is None:
+            channel = channels[id(pool)] = Channel(pool, deadline, self._clock)
+        channel.queue(command)
+        return channel
+
+    def _get_pool(self, key: bytes) -> redis.ConnectionPool:
+        with self._lock:
+            if self._client is None:
+                self._client = self._build_client()
+            client = self._client
+        if isinstance(client, redis.RedisCluster):
+            client = client.get_redis_connection(client.get_node_from_key(key))
+        pool: redis.ConnectionPool = client.connection_pool
+        return pool
+
+    def _build_client(self) -> redis.Redis | redis.RedisCluster:
+        address = self._options.url
+        settings: dict[str, Any] = {
+            "username": self._options.username,
+            "password": self._options.password,
+            "socket_timeout": self._timeout_s,
+            "socket_connect_timeout": self._timeout_s,
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
+        }
+        if address.is_tls:
+            settings |= {
+                "ssl": True,
+                "ssl_ca_certs": _to_text(self._options.tls_ca_file),
+                "ssl_certfile": _to_text(self._options.tls_cert_file),
+                "ssl_keyfile": _to_text(self._options.tls_key_file),
+            }
+        if self._options.cluster:
+            return redis.RedisCluster(host=address.host, port=address.port, **settings)
+        if address.unix_path:
+            return redis.Redis(unix_socket_path=address.unix_path, db=address.db, **settings)
+        return redis.Redis(host=address.host, port=address.port, db=address.db, **settings)
+
+
+def _to_text(path: object | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _classify(error: Exception) -> Failure:
+    if isinstance(error, (TimeoutError, redis.TimeoutError)):
+        return Failure("timeout", "the server did not answer in time")
+    if isinstance(error, (redis.AuthenticationError, redis.exceptions.NoPermissionError)):
+        return Failure("permission", str(error))
+    return Failure("unreachable", str(error) or type(error).__name__)
