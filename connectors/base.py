@@ -197,6 +197,8 @@ class ConnectorOutput:
         received_bytes: bytes loaded for each request that ended in this report.
         sent_bytes: bytes saved for each request that ended in this report.
         stats: counters since the last report.
+        messages: the connector's own words from its worker halves to its scheduler half, as `ConnectorMetadata`
+            is downwards: plain data that nobody else reads.
     """
 
     finished_sending: set[str] = field(default_factory=set)
@@ -207,6 +209,7 @@ class ConnectorOutput:
     received_bytes: dict[str, int] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
     stats: ConnectorStats = field(default_factory=ConnectorStats)
+    messages: list[Any] = field(default_factory=list)
 
 
 ConnectorMetadata = Any
