@@ -37,7 +37,9 @@ from pdserve.engine.config import SchedulerSettings
 from pdserve.engine.kv_cache_manager import KVCacheManager
 from pdserve.engine.kv_transfers import KVTransfers
 from pdserve.engine.metrics import EngineStats
+from pdserve.engine.policies import POLICIES
 from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.runner_view import RunnerView
 from pdserve.engine.scheduler_output import (
     ModelRunnerOutput,
     NewRequest,
@@ -46,22 +48,6 @@ from pdserve.engine.scheduler_output import (
 )
 from pdserve.errors import OverloadedError
 from pdserve.protocol import FinishReason, RequestOutput, WireError
-
-
-def get_fcfs_order(request: Request) -> tuple[int, int]:
-    """First come, first served; a preempted request keeps its place."""
-    return (0, request.arrival_order)
-
-
-def get_priority_order(request: Request) -> tuple[int, int]:
-    """Lower priority values first; first come among equals."""
-    return (request.priority, request.arrival_order)
-
-
-POLICIES: dict[str, Callable[[Request], tuple[int, int]]] = {
-    "fcfs": get_fcfs_order,
-    "priority": get_priority_order,
-}
 
 
 class Admission(enum.Enum):
@@ -110,8 +96,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._transfers = KVTransfers(settings, kv_cache, connector, stats, clock)
-        self._dropped_by_runner: list[str] = []
-        self._known_to_runner: dict[str, int] = {}
+        self._runner_view = RunnerView()
         self._is_stalled = False
 
     # --- requests come and go ---------------------------------------------------------------------------
@@ -178,7 +163,7 @@ class Scheduler:
     @property
     def has_transfers(self) -> bool:
         """Whether KV is on its way, in or out, or the runner is still to hear of an end."""
-        return self._transfers.has_any or bool(self._dropped_by_runner)
+        return self._transfers.has_any or self._runner_view.has_news
 
     def count_used_slots(self) -> int:
         """Token slots that hold KV of running or waiting requests, for the waste metric."""
@@ -337,8 +322,7 @@ class Scheduler:
     def _release_blocks(self, request: Request) -> None:
         self._kv_cache.free(request.request_id)
         request.num_computed_tokens = 0
-        if self._known_to_runner.pop(request.request_id, None) is not None:
-            self._dropped_by_runner.append(request.request_id)
+        self._runner_view.drop(request.request_id)
 
     def _build_output(self, scheduled: dict[str, int], preempted: list[str]) -> SchedulerOutput:
         new_requests: list[NewRequest] = []
@@ -347,32 +331,18 @@ class Scheduler:
         for request_id, num_tokens in scheduled.items():
             request = self._requests[request_id]
             block_ids = self._kv_cache.get_block_ids(request_id)
-            num_known = self._known_to_runner.get(request_id)
-            if num_known is None:
-                new_requests.append(self._build_new_request(request, block_ids))
-            new_block_ids = () if num_known is None else tuple(block_ids[num_known:])
-            self._known_to_runner[request_id] = len(block_ids)
-            items.append(ScheduledRequest(request_id, request.num_computed_tokens, num_tokens, new_block_ids))
+            new, item = self._runner_view.describe(request, block_ids, num_tokens)
+            if new is not None:
+                new_requests.append(new)
+            items.append(item)
             plan.append(ScheduledTokens(request.kv, block_ids, request.num_computed_tokens, num_tokens))
-        dropped, self._dropped_by_runner = tuple(self._dropped_by_runner), []
         return SchedulerOutput(
             new_requests=tuple(new_requests),
             scheduled=tuple(items),
-            dropped_request_ids=dropped,
+            dropped_request_ids=self._runner_view.take_dropped(),
             num_tokens=sum(scheduled.values()),
             connector_metadata=self._connector.build_connector_metadata(StepPlan(plan, preempted)),
             finished_sending_due=self._transfers.take_sending_due(),
-        )
-
-    @staticmethod
-    def _build_new_request(request: Request, block_ids: Iterable[int]) -> NewRequest:
-        return NewRequest(
-            request_id=request.request_id,
-            token_ids=tuple(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            block_ids=tuple(block_ids),
-            sampling=request.sampling,
-            wants_prompt_logprobs=request.wants_prompt_logprobs,
         )
 
     # --- results ----------------------------------------------------------------------------------------
@@ -429,8 +399,7 @@ class Scheduler:
         elif request.status is RequestStatus.WAITING:
             self._remove_waiting(request)
         del self._requests[request.request_id]
-        if self._known_to_runner.pop(request.request_id, None) is not None:
-            self._dropped_by_runner.append(request.request_id)
+        self._runner_view.drop(request.request_id)
         params = self._transfers.finish(request, reason)
         request.status = RequestStatus.FINISHED
         self._stats.count_finished(request, reason, self._clock())
