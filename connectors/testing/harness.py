@@ -1,8 +1,8 @@
 """Plays the engine around one connector: scheduler, model runner, block pool and clock of steps.
 
-It is stricter than an engine: blocks are poisoned when they are freed, loaded blocks are compared byte for byte
-with what the model would compute, and every report is checked against what is owed. A breach raises
-`RuleViolationError` with the rule's number in DESIGN's list of connector rules.
+It is stricter than an engine: blocks are poisoned when they are freed and watched from then on, loaded blocks are
+compared byte for byte with what the model would compute, and every report is checked against what is owed. A breach
+raises `RuleViolationError` with the rule's number.
 
 A request's way::
 
@@ -16,29 +16,28 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from pdserve.connectors.base import (
     ConnectorContext,
+    ConnectorMetadata,
     ConnectorOutput,
     ConnectorStats,
     FinishDecision,
     KVConnector,
+    KVConnectorWorker,
     KVRequest,
     MatchResult,
     ScheduledTokens,
     StepPlan,
 )
 from pdserve.connectors.testing.kv_content import Bytes, KVContent
-from pdserve.kv_layout import DTYPE_BYTES, BlockHasher
+from pdserve.connectors.testing.pool import BlockMemory
+from pdserve.connectors.testing.violations import RuleViolationError
+from pdserve.kv_layout import BlockHasher
 from pdserve.protocol import KVTransferParams
 
-_POISON = 0xA5
 _IDLE_STEP_S = 0.0002
 
-
-class RuleViolationError(AssertionError):
-    """The connector broke a rule of the contract."""
+WorkerWrapper = Callable[[KVConnectorWorker], KVConnectorWorker]
 
 
 @dataclass
@@ -52,6 +51,8 @@ class _Live:
     num_local_tokens: int = 0
     num_computed_tokens: int = 0
     num_loading_tokens: int = 0
+    is_load_async: bool = True
+    has_failed_load: bool = False
     is_finished: bool = False
     is_held: bool = False
 
@@ -63,104 +64,123 @@ class EngineHarness:
         connector: the class under test.
         context: what its halves are built with.
         num_blocks: size of the pool.
+        wrap_worker: puts something between the engine and the worker half.
+
+    Attributes:
+        blame: the rule that a breach is counted under when the harness cannot tell which one it is.
     """
 
-    def __init__(self, connector: type[KVConnector], context: ConnectorContext, *, num_blocks: int = 64) -> None:
+    def __init__(
+        self,
+        connector: type[KVConnector],
+        context: ConnectorContext,
+        *,
+        num_blocks: int = 64,
+        wrap_worker: WorkerWrapper | None = None,
+    ) -> None:
         self.context = context
+        self.blame: str | None = None
         self.content = KVContent(context.identity.fingerprint, context.spec)
+        self.memory = BlockMemory(self.content, context.spec, num_blocks, context.role)
         self.scheduler = connector.build_scheduler(context)
-        self.worker = connector.build_worker(context)
+        worker = connector.build_worker(context)
+        self.worker = wrap_worker(worker) if wrap_worker else worker
         self.stats = ConnectorStats()
         self.sent: dict[str, bool] = {}
         """Requests reported sent, and whether they were saved whole."""
         self.received: dict[str, int] = {}
         """Requests whose load ended, and how many tokens of it are good."""
-        spec = context.spec
-        dtype = getattr(torch, spec.dtype)
-        self._kv_cache = torch.zeros((num_blocks, *spec.block_shape), dtype=dtype)
-        per_token = (num_blocks, -1, spec.block_size, spec.head_dim * DTYPE_BYTES[spec.dtype])
-        self._bytes: Bytes = self._kv_cache.view(torch.uint8).numpy().reshape(per_token)
-        self._bytes[:] = _POISON
         self._layerwise = connector.features.layerwise
-        self._free = list(range(num_blocks))
-        self._num_blocks = num_blocks
         self._live: dict[str, _Live] = {}
         self._owed_sent: set[str] = set()
         self._due: list[str] = []
-        self.worker.register_kv_caches(self._kv_cache, spec)
+        self.worker.register_kv_caches(self.memory.kv_cache, context.spec)
 
     # --- what a test does -----------------------------------------------------------------------------------
 
     def submit(
-        self, request_id: str, token_ids: Sequence[int], *, salt: str = "", params: KVTransferParams | None = None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        salt: str = "",
+        adapter: str = "",
+        params: KVTransferParams | None = None,
     ) -> KVRequest:
         """A request arrives."""
-        hasher = BlockHasher(self.context.identity.fingerprint, cache_salt=salt)
+        hasher = BlockHasher(self.context.identity.fingerprint, cache_salt=salt, adapter=adapter)
         keys = hasher.block_keys(token_ids, self.context.spec.block_size)
         request = KVRequest(request_id, len(token_ids), tuple(keys), params)
-        self._live[request_id] = _Live(request, tuple(token_ids), salt)
+        self._live[request_id] = _Live(request, tuple(token_ids), salt + adapter)
         return request
 
     def lookup(self, request_id: str, num_local_tokens: int = 0) -> MatchResult:
         """Ask the connector; twice, as after a failed allocation, for asking must have no consequences."""
-        request = self._live[request_id].request
+        live = self._live[request_id]
+        request = live.request
         self.scheduler.get_num_new_matched_tokens(request, num_local_tokens)
         match = self.scheduler.get_num_new_matched_tokens(request, num_local_tokens)
         if num_local_tokens + (match.num_tokens or 0) > max(request.num_prompt_tokens, num_local_tokens):
-            raise RuleViolationError(f"R5: {match} beyond {num_local_tokens} claims more than the prompt")
+            rule = "R1" if num_local_tokens else "R5"
+            raise RuleViolationError(rule, f"{match} beyond {num_local_tokens} claims more than the prompt")
         if match.is_async and not match.num_tokens:
-            raise RuleViolationError(f"R3: {match} promises a load of nothing")
+            raise RuleViolationError("R3", f"{match} promises a load of nothing")
+        live.is_load_async = match.is_async
         return match
 
     def admit(self, request_id: str, num_external_tokens: int, num_local_tokens: int = 0) -> list[int]:
         """Allocate the request's blocks and tell the connector; local tokens are in place already."""
         live = self._live[request_id]
-        spec = self.context.spec
-        num_blocks = spec.num_blocks_for(live.request.num_prompt_tokens)
-        live.block_ids = [self._free.pop() for _ in range(num_blocks)]
+        live.block_ids = self.memory.allocate(self.context.spec.num_blocks_for(len(live.token_ids)))
         live.num_local_tokens = live.num_computed_tokens = num_local_tokens
-        self._compute(live, 0, num_local_tokens)
+        self.memory.fill(live.block_ids, live.token_ids, range(num_local_tokens), live.salt)
         live.num_loading_tokens = num_external_tokens
         self.scheduler.update_state_after_alloc(live.request, live.block_ids, num_local_tokens, num_external_tokens)
         return live.block_ids
 
-    def step(self, scheduled: Mapping[str, int] | None = None, preempted: Sequence[str] = ()) -> ConnectorOutput:
-        """One engine step: ``scheduled`` tokens of each request are computed."""
+    def step(
+        self,
+        scheduled: Mapping[str, int] | None = None,
+        preempted: Sequence[str] = (),
+        *,
+        forward_fails: bool = False,
+    ) -> ConnectorOutput:
+        """One engine step: ``scheduled`` tokens of each request are computed, unless the forward pass fails."""
         chosen = [(self._live[request_id], num_tokens) for request_id, num_tokens in (scheduled or {}).items()]
         for request_id in preempted:
-            self._release(self._live[request_id])
-        plan = StepPlan(
-            [
-                ScheduledTokens(live.request, tuple(live.block_ids), live.num_computed_tokens, num_tokens)
-                for live, num_tokens in chosen
-            ],
-            tuple(preempted),
-        )
-        metadata = self.scheduler.build_connector_metadata(plan)
+            self._release(self._live[request_id], "R8")
+        metadata = self.build_metadata(scheduled or {}, preempted)
         self.worker.start_load_kv(metadata)
-        for live, num_tokens in chosen:
-            self._compute(live, live.num_computed_tokens, num_tokens)
-        if self._layerwise:
-            for layer in range(self.context.spec.num_layers):
-                self.worker.wait_for_layer_load(layer)
-                self.worker.save_kv_layer(layer)
-        self.worker.wait_for_save()
+        if not forward_fails:
+            self._run_layers(chosen)
+            self.worker.wait_for_save()
         due, self._due = self._due, []
         output = self.worker.get_finished(due)
         self.scheduler.update_from_output(output)
-        for live, num_tokens in chosen:
-            live.num_computed_tokens += num_tokens
+        if not forward_fails:
+            for live, num_tokens in chosen:
+                live.num_computed_tokens += num_tokens
         self._take_report(output)
+        self.memory.check_free_blocks()
         return output
+
+    def build_metadata(self, scheduled: Mapping[str, int], preempted: Sequence[str] = ()) -> ConnectorMetadata:
+        """The scheduler half's message for a step."""
+        items = []
+        for request_id, num_tokens in scheduled.items():
+            live = self._live[request_id]
+            items.append(ScheduledTokens(live.request, tuple(live.block_ids), live.num_computed_tokens, num_tokens))
+        return self.scheduler.build_connector_metadata(StepPlan(items, tuple(preempted)))
 
     def finish(self, request_id: str, *, handoff: bool = False) -> FinishDecision:
         """The request ends now, wherever it stands; an abort unless it is handed over."""
         live = self._live[request_id]
+        self._check_intact(live)
         decision = self.scheduler.request_finished(
             live.request, live.block_ids, live.num_computed_tokens, handoff=handoff
         )
         if decision.hold_blocks and not handoff:
-            raise RuleViolationError(f"R9: blocks of {request_id} are held, but nobody comes for them")
+            raise RuleViolationError("R9", f"blocks of {request_id} are held, but nobody comes for them")
         live.is_finished = True
         live.is_held = decision.hold_blocks
         if decision.expects_sent:
@@ -168,6 +188,20 @@ class EngineHarness:
             self._due.append(request_id)
         self._release_if_free(live)
         return decision
+
+    def generate(self, request_id: str, token_ids: Sequence[int], *, num_before: int = 0) -> None:
+        """Answer tokens, sampled or drafted, follow the prompt and are computed in one step.
+
+        Args:
+            request_id: whose.
+            token_ids: the answer's.
+            num_before: tokens at the prompt's end that the same step computes.
+        """
+        live = self._live[request_id]
+        live.token_ids = (*live.token_ids, *token_ids)
+        num_missing = self.context.spec.num_blocks_for(len(live.token_ids)) - len(live.block_ids)
+        live.block_ids += self.memory.allocate(num_missing)
+        self.step({request_id: num_before + len(token_ids)})
 
     def step_until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         """Idle steps until ``condition`` holds.
@@ -193,10 +227,10 @@ class EngineHarness:
     # --- whole legs ------------------------------------------------------------------------------------------
 
     def prefill(
-        self, request_id: str, token_ids: Sequence[int], *, chunk: int | None = None, salt: str = ""
+        self, request_id: str, token_ids: Sequence[int], *, chunk: int | None = None, salt: str = "", adapter: str = ""
     ) -> FinishDecision:
         """Compute a whole prompt without asking the connector, in chunks, and hand it over."""
-        self.submit(request_id, token_ids, salt=salt)
+        self.submit(request_id, token_ids, salt=salt, adapter=adapter)
         self.admit(request_id, 0)
         done = 0
         while done < len(token_ids):
@@ -226,38 +260,79 @@ class EngineHarness:
     @property
     def num_used_blocks(self) -> int:
         """Blocks that somebody owns."""
-        return self._num_blocks - len(self._free)
+        return self.memory.num_used_blocks
 
     @property
     def is_idle(self) -> bool:
         """Whether the connector owes no report."""
-        return not self._owed_sent and not any(live.num_loading_tokens for live in self._live.values())
+        return not self._owed_sent and not self.loading_request_ids
+
+    @property
+    def owed_sends(self) -> frozenset[str]:
+        """Requests whose sending is still to be reported."""
+        return frozenset(self._owed_sent)
+
+    @property
+    def held_request_ids(self) -> frozenset[str]:
+        """Ended requests whose blocks the connector holds for a consumer."""
+        return frozenset(request_id for request_id, live in self._live.items() if live.is_held)
+
+    @property
+    def loading_request_ids(self) -> list[str]:
+        """Requests whose load is still to be reported."""
+        return [request_id for request_id, live in self._live.items() if live.num_loading_tokens]
+
+    @property
+    def live_request_ids(self) -> list[str]:
+        """Requests that have not ended."""
+        return [request_id for request_id, live in self._live.items() if not live.is_finished]
+
+    def get_block_ids(self, request_id: str) -> list[int]:
+        """The block table of a request that has not ended."""
+        return self._live[request_id].block_ids
 
     def read_block(self, block_id: int) -> Bytes:
         """A block's bytes, ``[L·2·K, S, H bytes]``."""
-        block: Bytes = self._bytes[block_id]
-        return block
+        return self.memory.read_block(block_id)
 
     # --- the engine's part --------------------------------------------------------------------------------------
 
-    def _compute(self, live: _Live, start: int, num_tokens: int) -> None:
-        size = self.context.spec.block_size
-        for position in range(start, min(start + num_tokens, len(live.token_ids))):
-            block, slot = live.block_ids[position // size], position % size
-            self._bytes[block, :, slot] = self.content.get_token(live.token_ids, position, live.salt)
+    def _run_layers(self, chosen: Sequence[tuple[_Live, int]]) -> None:
+        """The forward pass; with layer hooks, a layer's KV stands in memory only when its turn has come."""
+        layers = range(self.context.spec.num_layers) if self._layerwise else [None]
+        for layer in layers:
+            if layer is not None:
+                self.worker.wait_for_layer_load(layer)
+            for live, num_tokens in chosen:
+                end = min(live.num_computed_tokens + num_tokens, len(live.token_ids))
+                positions = range(live.num_computed_tokens, end)
+                self.memory.fill(live.block_ids, live.token_ids, positions, live.salt, layer)
+            if layer is not None:
+                self.worker.save_kv_layer(layer)
 
     def _take_report(self, output: ConnectorOutput) -> None:
         self.stats.add(output.stats)
-        for request_id in output.finished_sending:
+        for request_id in output.finished_sending | output.failed_sending:
             self._take_sent(request_id, whole=request_id not in output.failed_sending)
         for request_id in output.finished_receiving:
             self._take_received(request_id, None)
         for request_id, num_good_tokens in output.failed_receiving.items():
             self._take_received(request_id, num_good_tokens)
+        for request_id in self.loading_request_ids:
+            if not self._live[request_id].is_load_async:
+                self._end_synchronous_load(request_id, output.invalid_block_ids)
+
+    def _end_synchronous_load(self, request_id: str, invalid_block_ids: set[int]) -> None:
+        """A synchronous load is done in the step after its admission; it ends before the first invalid block."""
+        live = self._live[request_id]
+        size = self.context.spec.block_size
+        bad = [index for index, block_id in enumerate(live.block_ids) if block_id in invalid_block_ids]
+        num_good = max(bad[0] * size - live.num_local_tokens, 0) if bad else live.num_loading_tokens
+        self._take_received(request_id, num_good if num_good < live.num_loading_tokens else None)
 
     def _take_sent(self, request_id: str, *, whole: bool) -> None:
         if request_id not in self._owed_sent:
-            raise RuleViolationError(f"R9/R10: {request_id} was reported sent, which nobody waits for")
+            raise RuleViolationError("R10", f"{request_id} was reported sent, which nobody waits for")
         self._owed_sent.discard(request_id)
         self.sent[request_id] = whole
         live = self._live[request_id]
@@ -267,32 +342,50 @@ class EngineHarness:
     def _take_received(self, request_id: str, num_good_tokens: int | None) -> None:
         live = self._live.get(request_id)
         if live is None or not live.num_loading_tokens:
-            raise RuleViolationError(f"R9: the load of {request_id} was reported, which nobody waits for")
+            raise RuleViolationError("R9", f"the load of {request_id} was reported, which nobody waits for")
         good = live.num_loading_tokens if num_good_tokens is None else num_good_tokens
-        if num_good_tokens is not None and good >= live.num_loading_tokens:
-            raise RuleViolationError(f"R4: {request_id} failed with {good} good tokens of {live.num_loading_tokens}")
+        if num_good_tokens is not None and not 0 <= good < live.num_loading_tokens:
+            raise RuleViolationError(
+                "R4", f"{request_id} failed with {good} good tokens of {live.num_loading_tokens}: that is no failure"
+            )
         live.num_loading_tokens = 0
         live.num_computed_tokens += good
+        live.has_failed_load = num_good_tokens is not None
         self.received[request_id] = good
         self._check_loaded(live)
         self._release_if_free(live)
 
     def _check_loaded(self, live: _Live) -> None:
-        size = self.context.spec.block_size
-        for position in range(live.num_local_tokens, live.num_computed_tokens):
-            found = self._bytes[live.block_ids[position // size], :, position % size]
-            if not (found == self.content.get_token(live.token_ids, position, live.salt)).all():
-                raise RuleViolationError(f"R14: token {position} of {live.request.request_id} has foreign KV")
+        name = live.request.request_id
+        local = range(live.num_local_tokens)
+        if self.memory.find_wrong(live.block_ids, live.token_ids, local, live.salt) is not None:
+            raise RuleViolationError("R1", f"the load of {name} wrote over tokens that were there already")
+        loaded = range(live.num_local_tokens, live.num_computed_tokens)
+        position = self.memory.find_wrong(live.block_ids, live.token_ids, loaded, live.salt)
+        if position is not None:
+            rule, reason = self.memory.explain_wrong(live.block_ids, position)
+            message = f"token {position} of {name} was loaded, but {reason}"
+            raise RuleViolationError(self.blame or rule or "R14", message)
+
+    def _check_intact(self, live: _Live) -> None:
+        """What stands in the request's blocks is still right: nobody wrote there since."""
+        computed = range(min(live.num_computed_tokens, len(live.token_ids)))
+        if live.num_loading_tokens or not live.block_ids:
+            return
+        position = self.memory.find_wrong(live.block_ids, live.token_ids, computed, live.salt)
+        if position is not None:
+            rule = "R11" if live.has_failed_load else "R9"
+            message = f"token {position} of {live.request.request_id} was written over by somebody"
+            raise RuleViolationError(self.blame or rule, message)
 
     def _release_if_free(self, live: _Live) -> None:
         if live.is_finished and not live.is_held and not live.num_loading_tokens:
-            self._release(live)
+            self._release(live, "R11" if live.has_failed_load else "R9")
             if live.request.request_id not in self._owed_sent:
                 del self._live[live.request.request_id]
 
-    def _release(self, live: _Live) -> None:
+    def _release(self, live: _Live, rule: str) -> None:
         """Free the blocks, and write over them: a connector that still reads them saves garbage."""
-        self._bytes[live.block_ids] = _POISON
-        self._free.extend(live.block_ids)
+        self.memory.free(live.block_ids, rule)
         live.block_ids = []
         live.num_computed_tokens = 0

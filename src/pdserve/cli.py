@@ -12,6 +12,8 @@ from pdserve.errors import ConfigError
 
 COMMANDS = {
     "up": "start prefill and decode instances and a router on this machine, and watch them",
+    "bench": "measure a service, an engine or this machine",
+    "conformance": "test a KV connector against every rule of the connector contract",
 }
 """Name and purpose; the module `pdserve.commands.<name>` has a ``run(argv) -> exit status``."""
 

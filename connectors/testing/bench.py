@@ -1,0 +1,298 @@
+"""What a check works with: engines that exchange KV, stepped side by side, and words for what is expected.
+
+Every check gets a bench of its own. Its engines serve a model that nobody served before, so checks that share one
+store never see each other's blocks.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pdserve.connectors.base import ConnectorContext, KVRequest
+from pdserve.connectors.testing.harness import EngineHarness, WorkerWrapper
+from pdserve.connectors.testing.kv_content import TINY_SPEC, build_context
+from pdserve.connectors.testing.patience import Patience
+from pdserve.connectors.testing.target import ConformanceTarget, StoredBlocks
+from pdserve.connectors.testing.violations import NotOfferedError, RuleViolationError
+from pdserve.kv_layout import BlockHasher, BlockKey, KVCacheSpec
+from pdserve.protocol import KVTransferParams, Role
+
+_PAUSE_S = 0.0003
+_NUM_FILLER_STEPS = 20
+
+
+class Bench:
+    """Engines around the connector under test.
+
+    Args:
+        target: the connector and its surroundings.
+        rule: the rule that the check tests; breaches that the harness cannot tell apart count as this one.
+        patience: how long to wait for what should come.
+    """
+
+    def __init__(self, target: ConformanceTarget, rule: str, patience: Patience) -> None:
+        self.target = target
+        self.rule = rule
+        self.spec = TINY_SPEC
+        self.block_size = TINY_SPEC.block_size
+        self._patience = patience
+        self._run = secrets.token_hex(4)
+        self._engines: list[EngineHarness] = []
+        self._num_started = 0
+        self._num_requests = 0
+        self._blame: str | None = None
+
+    # --- engines --------------------------------------------------------------------------------------------
+
+    def build_engine(
+        self,
+        role: Role,
+        name: str,
+        *,
+        spec: KVCacheSpec = TINY_SPEC,
+        weights: str = "weights",
+        num_blocks: int = 64,
+        wrap_worker: WorkerWrapper | None = None,
+        **options: Any,
+    ) -> EngineHarness:
+        """Start an engine.
+
+        Args:
+            role: what it is used for.
+            name: engines of one name are incarnations of one process.
+            spec: shape of its blocks.
+            weights: of its model; engines with equal ones serve the same model.
+            num_blocks: size of its pool.
+            wrap_worker: puts something between the engine and the worker half.
+            options: over those of the target.
+        """
+        context = self.build_context(role, name, spec=spec, weights=weights, **options)
+        engine = EngineHarness(self.target.connector, context, num_blocks=num_blocks, wrap_worker=wrap_worker)
+        engine.blame = self._blame
+        self._engines.append(engine)
+        return engine
+
+    def build_context(
+        self, role: Role, name: str, *, spec: KVCacheSpec = TINY_SPEC, weights: str = "weights", **options: Any
+    ) -> ConnectorContext:
+        """What the halves of one engine are built with; see `build_engine`."""
+        self._num_started += 1
+        return build_context(
+            role,
+            {**self.target.build_options(name, role), **options},
+            spec=spec,
+            weights=f"{weights}-{self._run}",
+            engine_id=f"{name}-{self._run}-{self._num_started}",
+        )
+
+    def build_producer(self, name: str = "producer", **parts: Any) -> EngineHarness:
+        """Start a prefill engine; see `build_engine`."""
+        return self.build_engine(Role.PREFILL, name, **parts)
+
+    def build_consumer(self, name: str = "consumer", **parts: Any) -> EngineHarness:
+        """Start a decode engine; see `build_engine`."""
+        return self.build_engine(Role.DECODE, name, **parts)
+
+    def stop(self, engine: EngineHarness) -> None:
+        """Close an engine as at the end of its process, and step it no more."""
+        self._engines.remove(engine)
+        engine.close()
+
+    # --- prompts --------------------------------------------------------------------------------------------
+
+    def make_prompt(self, num_tokens: int, family: int = 0) -> list[int]:
+        """A prompt; those of one family are prefixes of each other, others share nothing."""
+        return [1000 * family + 7 + position for position in range(num_tokens)]
+
+    def make_name(self) -> str:
+        """A request id that this bench has not used."""
+        self._num_requests += 1
+        return f"r{self._num_requests}"
+
+    def build_keys(
+        self, engine: EngineHarness, token_ids: Sequence[int], *, salt: str = "", adapter: str = ""
+    ) -> list[BlockKey]:
+        """Identity of each block of a prompt."""
+        hasher = BlockHasher(engine.context.identity.fingerprint, cache_salt=salt, adapter=adapter)
+        return hasher.block_keys(token_ids, engine.context.spec.block_size)
+
+    @property
+    def blocks(self) -> StoredBlocks:
+        """The store, for damage.
+
+        Raises:
+            NotOfferedError: the target does not let checks at it.
+        """
+        if self.target.blocks is None:
+            raise NotOfferedError("the target does not let checks at its stored blocks")
+        return self.target.blocks
+
+    # --- transfers ------------------------------------------------------------------------------------------
+
+    def hand_over(
+        self,
+        producer: EngineHarness,
+        token_ids: Sequence[int],
+        *,
+        name: str | None = None,
+        chunk: int | None = None,
+        salt: str = "",
+        adapter: str = "",
+    ) -> KVTransferParams | None:
+        """Compute a prompt and give it to whoever comes; the parameters, once they are good.
+
+        None when the connector offers nothing or could not save all of it.
+        """
+        name = name or self.make_name()
+        decision = producer.prefill(name, token_ids, chunk=chunk, salt=salt, adapter=adapter)
+        if not decision.hold_blocks and decision.expects_sent:
+            self.wait_for_send(producer, name)
+        is_whole = producer.sent.get(name, True)
+        return decision.kv_transfer_params if is_whole else None
+
+    def look_up(self, consumer: EngineHarness, request_id: str, num_local_tokens: int = 0) -> int:
+        """Ask, and ask again where the connector wants it; tokens beyond the local ones."""
+        found: list[int] = []
+
+        def has_answer() -> bool:
+            num_tokens = consumer.lookup(request_id, num_local_tokens).num_tokens
+            if num_tokens is not None:
+                found.append(num_tokens)
+            return bool(found)
+
+        self.run_until(has_answer, f"the lookup of {request_id} never came to an answer", "R3")
+        return found[0]
+
+    def submit(
+        self, consumer: EngineHarness, token_ids: Sequence[int], params: KVTransferParams | None, **identity: str
+    ) -> KVRequest:
+        """A request with a name of its own arrives; ``identity`` is its salt and adapter."""
+        return consumer.submit(self.make_name(), token_ids, params=params, **identity)
+
+    def start_load(
+        self,
+        consumer: EngineHarness,
+        token_ids: Sequence[int],
+        params: KVTransferParams | None,
+        *,
+        num_local_tokens: int = 0,
+        **identity: str,
+    ) -> tuple[str, int]:
+        """Submit, look up and allocate; the request's id and the number of tokens that are promised."""
+        request_id = self.submit(consumer, token_ids, params, **identity).request_id
+        num_tokens = self.look_up(consumer, request_id, num_local_tokens)
+        consumer.admit(request_id, num_tokens, num_local_tokens)
+        return request_id, num_tokens
+
+    def fetch(
+        self,
+        consumer: EngineHarness,
+        token_ids: Sequence[int],
+        params: KVTransferParams | None,
+        *,
+        num_local_tokens: int = 0,
+        **identity: str,
+    ) -> int:
+        """Load what is promised and end the request; tokens that arrived, each compared with the model's."""
+        request_id, num_tokens = self.start_load(
+            consumer, token_ids, params, num_local_tokens=num_local_tokens, **identity
+        )
+        num_good = self.wait_for_load(consumer, request_id) if num_tokens else 0
+        consumer.finish(request_id)
+        return num_good
+
+    # --- waiting --------------------------------------------------------------------------------------------
+
+    def step_all(self) -> None:
+        """One idle step of every engine, and a moment for the connectors' threads."""
+        for engine in self._engines:
+            engine.step()
+        time.sleep(_PAUSE_S)
+
+    def run_until(self, condition: Callable[[], bool], message: str, rule: str) -> None:
+        """Idle steps of all engines until ``condition`` holds.
+
+        Raises:
+            RuleViolationError: it never does: of R20 if steps with tokens help, else of ``rule``.
+        """
+        deadline = time.monotonic() + self._patience.timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                self._patience.note_hang()
+                if self._compute_until(condition):
+                    raise RuleViolationError("R20", f"{message} until a step computed tokens")
+                raise RuleViolationError(self._blame or rule, message)
+            self.step_all()
+
+    def wait_for_load(self, consumer: EngineHarness, request_id: str) -> int:
+        """Until the load is reported; tokens of it that are good."""
+        self.run_until(lambda: request_id in consumer.received, f"the load of {request_id} was never reported", "R9")
+        return consumer.received[request_id]
+
+    def wait_for_send(self, producer: EngineHarness, request_id: str) -> bool:
+        """Until the send is reported; whether it was saved whole."""
+        self.run_until(lambda: request_id in producer.sent, f"the send of {request_id} was never reported", "R10")
+        return producer.sent[request_id]
+
+    def pass_steps(self, num_steps: int = 20) -> None:
+        """Some idle steps in which nothing is to happen."""
+        for _ in range(num_steps):
+            self.step_all()
+
+    def settle(self) -> None:
+        """End every request; all loads, and all sends that nobody has to fetch, must come to their end.
+
+        Raises:
+            RuleViolationError: one does not, or blocks are in use afterwards.
+        """
+        for engine in self._engines:
+            for request_id in engine.live_request_ids:
+                engine.finish(request_id)
+        for engine in self._engines:
+            self.run_until(lambda e=engine: not e.loading_request_ids, "a load was never reported", "R9")  # type: ignore[misc]
+            self.run_until(lambda e=engine: e.owed_sends <= e.held_request_ids, "a send was never reported", "R10")  # type: ignore[misc]
+        self.pass_steps(3)
+
+    def close(self) -> None:
+        """Close all engines."""
+        while self._engines:
+            self._engines.pop().close()
+
+    # --- expectations ---------------------------------------------------------------------------------------
+
+    def require(self, condition: bool, message: str, rule: str | None = None) -> None:
+        """Fail the rule under test, or another one, unless ``condition`` holds."""
+        if not condition:
+            raise RuleViolationError(rule or self.rule, message)
+
+    @contextmanager
+    def blaming(self, rule: str | None = None) -> Iterator[None]:
+        """Inside, hangs and wrong bytes count as breaches of the rule under test, or of ``rule``."""
+        self._set_blame(rule or self.rule)
+        try:
+            yield
+        finally:
+            self._set_blame(None)
+
+    def _set_blame(self, rule: str | None) -> None:
+        self._blame = rule
+        for engine in self._engines:
+            engine.blame = rule
+
+    def _compute_until(self, condition: Callable[[], bool]) -> bool:
+        """Whether steps that compute tokens make ``condition`` hold."""
+        for _ in range(_NUM_FILLER_STEPS):
+            for engine in self._engines:
+                name = self.make_name()
+                engine.submit(name, self.make_prompt(1, family=900 + self._num_requests))
+                engine.admit(name, 0)
+                engine.step({name: 1})
+                engine.finish(name)
+            self.step_all()
+            if condition():
+                return True
+        return False

@@ -1,0 +1,33 @@
+"""All checks, in the order in which they run: what everything else builds on comes first."""
+
+from __future__ import annotations
+
+from pdserve.connectors.testing.check import Check, Level
+from pdserve.connectors.testing.checks import (
+    composition,
+    declared,
+    identity,
+    integrity,
+    lifecycle,
+    lookup,
+    peers,
+    ranks,
+    saving,
+)
+
+CHECKS: tuple[Check, ...] = (
+    *declared.CHECKS,
+    *lookup.CHECKS,
+    *saving.CHECKS,
+    *lifecycle.CHECKS,
+    *identity.CHECKS,
+    *ranks.CHECKS,
+    *composition.CHECKS,
+    *integrity.CHECKS,
+    *peers.CHECKS,
+)
+
+
+def get_checks(*, max_level: Level = Level.ENGINE) -> tuple[Check, ...]:
+    """The checks up to a level."""
+    return tuple(check for check in CHECKS if check.level <= max_level)

@@ -1,0 +1,151 @@
+"""R13, R14 and R16: whose KV it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pdserve.connectors.testing.bench import Bench
+from pdserve.connectors.testing.check import TRANSFER, Need, check, collect_checks
+from pdserve.connectors.testing.harness import EngineHarness
+from pdserve.errors import ConfigError
+from pdserve.kv_layout import KVCacheSpec
+from pdserve.protocol import KVTransferParams
+
+STORE = (*TRANSFER, Need.STORE)
+DIRECT = (*TRANSFER, Need.DIRECT)
+
+
+@check("R13")
+def other_numbers_of_heads_are_exact_or_refused(bench: Bench) -> None:
+    """Producer and consumer of different tensor-parallel sizes hold other heads: no KV crosses unverified."""
+    for family, (producer_heads, consumer_heads) in enumerate(((2, 1), (1, 2), (2, 4))):
+        there = msgspec.structs.replace(bench.spec, num_kv_heads=producer_heads)
+        here = msgspec.structs.replace(bench.spec, num_kv_heads=consumer_heads)
+        difference = f"{producer_heads} KV heads there and {consumer_heads} here"
+        _require_strangers(bench, there, here, family, difference)
+
+
+@check("R14")
+def other_shapes_never_meet(bench: Bench) -> None:
+    """Other dtypes, block sizes, layers, head sizes or layout versions are other identities."""
+    changes: tuple[dict[str, Any], ...] = (
+        {"dtype": "float32"},
+        {"block_size": 8},
+        {"block_size": 2},
+        {"num_layers": 3},
+        {"head_dim": 8},
+        {"layout_version": bench.spec.layout_version + 1},
+    )
+    for family, change in enumerate(changes):
+        other = msgspec.structs.replace(bench.spec, **change)
+        _require_strangers(bench, bench.spec, other, family, f"another {next(iter(change))} here")
+
+
+@check("R14")
+def other_weights_never_meet(bench: Bench) -> None:
+    """Two models, or two revisions of one, share a store and know nothing of each other."""
+    producer = bench.build_producer(weights="revision-1")
+    consumer = bench.build_consumer(weights="revision-2")
+    prompt = bench.make_prompt(3 * bench.block_size + 1)
+    _require_nothing(bench, consumer, prompt, bench.hand_over(producer, prompt), "other weights here")
+
+
+@check("R14")
+def salts_and_adapters_never_meet(bench: Bench) -> None:
+    """Equal prompts with another cache salt or adapter are other prompts."""
+    producer, consumer = bench.build_producer(), bench.build_consumer()
+    prompt = bench.make_prompt(3 * bench.block_size + 1)
+    params = bench.hand_over(producer, prompt, salt="mine")
+    for salt, adapter in (("", ""), ("yours", ""), ("", "mine")):
+        with bench.blaming():
+            found = bench.fetch(consumer, prompt, None, salt=salt, adapter=adapter)
+        bench.require(found == 0, f"KV with salt 'mine' went to a request with salt {salt!r}, adapter {adapter!r}")
+    found = bench.fetch(consumer, prompt, params, salt="mine")
+    bench.require(found == len(prompt), f"{found} of {len(prompt)} tokens arrived under the same salt", "R2")
+
+
+@check("R14", needs=DIRECT)
+def parameters_are_good_for_one_prompt(bench: Bench) -> None:
+    """Parameters that come with another prompt, or another salt, than they were made for bring no KV."""
+    producer, consumer = bench.build_producer(), bench.build_consumer()
+    size = bench.block_size
+    prompt = bench.make_prompt(3 * size)
+    other = [*prompt[: 2 * size], *bench.make_prompt(size, family=3)]
+    for token_ids, salt in ((other, ""), (prompt, "yours")):
+        params = bench.hand_over(producer, prompt)
+        with bench.blaming():
+            request_id, promised = bench.start_load(consumer, token_ids, params, salt=salt)
+            good = bench.wait_for_load(consumer, request_id) if promised else 0
+            consumer.finish(request_id)
+        shared = 2 * size if token_ids is other else 0
+        bench.require(good <= shared, f"{good} tokens are said to be good, {shared} are shared")
+
+
+@check("R16")
+def equal_request_ids_do_not_collide(bench: Bench) -> None:
+    """Two engines, and one after a restart, may use one request id for different prompts."""
+    engines = [bench.build_producer("first"), bench.build_producer("second")]
+    consumer = bench.build_consumer()
+    offers: list[tuple[list[int], KVTransferParams]] = []
+    for family, engine in enumerate(engines):
+        _offer(bench, engine, family, offers)
+    for (prompt, params), engine in zip(offers, engines, strict=True):
+        with bench.blaming():
+            found = bench.fetch(consumer, prompt, params)
+        bench.require(found == len(prompt), f"{found} of {len(prompt)} tokens arrived from {engine.context.engine_id}")
+    bench.stop(engines[0])
+    _offer(bench, bench.build_producer("first"), 2, offers)
+    with bench.blaming():
+        bench.fetch(consumer, *offers[-1])
+    transfer_ids = [params.transfer_id for _, params in offers]
+    bench.require(len(set(transfer_ids)) == len(offers), f"transfer ids repeat: {transfer_ids}")
+
+
+@check("R16", needs=DIRECT)
+def a_transfer_is_good_for_one_load(bench: Bench) -> None:
+    """Parameters that were used before bring nothing."""
+    producer, consumer = bench.build_producer(), bench.build_consumer()
+    prompt = bench.make_prompt(2 * bench.block_size + 1)
+    name = bench.make_name()
+    params = bench.hand_over(producer, prompt, name=name)
+    bench.fetch(consumer, prompt, params)
+    bench.wait_for_send(producer, name)
+    with bench.blaming():
+        request_id, promised = bench.start_load(consumer, prompt, params)
+        good = bench.wait_for_load(consumer, request_id) if promised else 0
+    bench.require(good == 0, f"a spent transfer brought {good} tokens")
+
+
+def _offer(bench: Bench, engine: EngineHarness, family: int, offers: list[tuple[list[int], KVTransferParams]]) -> None:
+    prompt = bench.make_prompt(2 * bench.block_size + 1, family)
+    params = bench.hand_over(engine, prompt, name="same-id")
+    bench.require(params is not None, "a hand-off was computed, but nothing is offered", "R10")
+    if params is not None:
+        offers.append((prompt, params))
+
+
+def _require_strangers(bench: Bench, there: KVCacheSpec, here: KVCacheSpec, family: int, difference: str) -> None:
+    try:
+        producer = bench.build_producer(spec=there)
+        consumer = bench.build_consumer(spec=here)
+    except ConfigError:
+        return  # refused at start, with the reason
+    prompt = bench.make_prompt(33, family)
+    _require_nothing(bench, consumer, prompt, bench.hand_over(producer, prompt), difference)
+    bench.stop(producer)
+    bench.stop(consumer)
+
+
+def _require_nothing(
+    bench: Bench, consumer: EngineHarness, prompt: list[int], params: KVTransferParams | None, difference: str
+) -> None:
+    """With the parameters and without: nothing arrives, and nothing hangs."""
+    for given in (params, None):
+        with bench.blaming():
+            found = bench.fetch(consumer, prompt, given)
+        bench.require(found == 0, f"{found} tokens were taken from a stranger: {difference}")
+
+
+CHECKS = collect_checks(globals())

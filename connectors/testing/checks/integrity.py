@@ -1,0 +1,248 @@
+"""R21 and R22: bytes that were damaged, and messages that came from outside."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from pdserve.connectors.testing.bench import Bench
+from pdserve.connectors.testing.check import TRANSFER, Level, Need, check, collect_checks
+from pdserve.connectors.testing.faults.peer_process import PeerProcess
+from pdserve.connectors.testing.harness import EngineHarness
+from pdserve.connectors.testing.violations import RuleViolationError
+from pdserve.kv_layout import BlockKey
+from pdserve.protocol import KVTransferParams
+
+STORE = (*TRANSFER, Need.STORE)
+DIRECT = (*TRANSFER, Need.DIRECT)
+_BAD = 2
+_MAX_PARAMS_BYTES = 64 << 10
+_NUM_OFFSETS = 12
+
+
+@check("R21", needs=STORE, level=Level.FAULTS)
+def a_truncated_entry_is_a_miss(bench: Bench) -> None:
+    """Cut anywhere, an entry counts as absent and is replaced by the next save."""
+    _require_misses(bench, [("cut to {} bytes", lambda data, at: data[:at])])
+
+
+@check("R21", needs=STORE, level=Level.FAULTS)
+def a_flipped_bit_is_a_miss(bench: Bench) -> None:
+    """One wrong bit anywhere, in the KV or in what stands around it, is found."""
+    _require_misses(bench, [("a bit flipped at byte {}", _flip)])
+
+
+@check("R21", needs=STORE, level=Level.FAULTS)
+def a_torn_entry_is_a_miss(bench: Bench) -> None:
+    """An entry whose end is zeros, as after a crash of the machine, or that is too long, is found."""
+    _require_misses(
+        bench,
+        [
+            ("zeros from byte {} on", lambda data, at: data[:at] + bytes(len(data) - at)),
+            ("junk behind its end ({})", lambda data, at: data + b"junk" * (1 + at % 3)),
+        ],
+    )
+
+
+@check("R21", needs=STORE, level=Level.FAULTS)
+def another_blocks_entry_is_a_miss(bench: Bench) -> None:
+    """A whole, sound entry of another key, or of another model, in the place of one is found."""
+    producer, stranger = bench.build_producer(), bench.build_producer("stranger", weights="other")
+    consumer = bench.build_consumer()
+    prompt = bench.make_prompt(4 * bench.block_size + 1)
+    bench.hand_over(stranger, prompt)
+    for engine, index in ((producer, 1), (stranger, _BAD)):
+        bench.hand_over(producer, prompt)
+        other = bench.blocks.read(bench.build_keys(engine, prompt)[index])
+        key = bench.build_keys(producer, prompt)[_BAD]
+        _require_miss(bench, consumer, prompt, key, other or b"", "another entry's content")
+
+
+@check("R21", needs=STORE)
+def a_half_written_entry_is_never_seen(bench: Bench) -> None:
+    """Looked for at every moment of a save, an entry is absent or whole: no load of it ever fails."""
+    producer, consumer = bench.build_producer(num_blocks=128), bench.build_consumer(num_blocks=128)
+    prompt = bench.make_prompt(16 * bench.block_size)
+    request_id = bench.make_name()
+    producer.submit(request_id, prompt)
+    producer.admit(request_id, 0)
+    for _ in range(8):
+        producer.step({request_id: 2 * bench.block_size})
+        _require_whole_loads(bench, consumer, prompt)
+    decision = producer.finish(request_id, handoff=True)
+    for _ in range(20):
+        producer.step()
+        _require_whole_loads(bench, consumer, prompt)
+    if decision.expects_sent:
+        bench.wait_for_send(producer, request_id)
+    _require_whole_loads(bench, consumer, prompt)
+
+
+@check("R21", needs=STORE, level=Level.FAULTS)
+def a_writer_killed_half_way_leaves_no_damage(bench: Bench) -> None:
+    """A producer's process is killed while it saves: what is promised afterwards is whole."""
+    consumer = bench.build_consumer(num_blocks=256)
+    prompt = bench.make_prompt(200 * bench.block_size)
+    with PeerProcess(bench, "peer", num_blocks=256) as peer:
+        peer.begin(prompt)
+        peer.kill()
+    with bench.blaming():
+        request_id, promised = bench.start_load(consumer, prompt, None)
+        good = bench.wait_for_load(consumer, request_id) if promised else 0
+    bench.require(good == promised, f"{promised} tokens are promised, {good} of them are good")
+
+
+@check("R22", needs=(Need.SAVE,))
+def messages_are_plain_data(bench: Bench) -> None:
+    """A step's message and a hand-off's parameters go through msgpack, and the parameters are small."""
+    producer, consumer = bench.build_producer(num_blocks=512), bench.build_consumer(num_blocks=256)
+    prompt = bench.make_prompt(200 * bench.block_size + 1)
+    params = bench.hand_over(producer, prompt)
+    num_bytes = len(_require_plain(params, "a hand-off's parameters"))
+    saved = bench.make_name()
+    producer.submit(saved, prompt)
+    producer.admit(saved, 0)
+    _require_plain(producer.build_metadata({saved: len(prompt)}), "a saving step's message")
+    bench.start_load(consumer, prompt[:-1], params)
+    _require_plain(consumer.build_metadata({}), "a loading step's message")
+    bench.stop(producer)
+    bench.stop(consumer)
+    bench.require(num_bytes <= _MAX_PARAMS_BYTES, f"parameters for 201 blocks take {num_bytes} bytes")
+
+
+@check("R22")
+def nothing_is_pickled(bench: Bench) -> None:
+    """No transfer pickles or unpickles anything."""
+    with _pickle_forbidden():
+        producer, consumer = bench.build_producer(), bench.build_consumer()
+        prompt = bench.make_prompt(3 * bench.block_size + 1)
+        bench.fetch(consumer, prompt, bench.hand_over(producer, prompt))
+
+
+@check("R22", level=Level.FAULTS)
+def made_up_parameters_bring_no_foreign_kv(bench: Bench) -> None:
+    """Whatever stands in the parameters, a consumer gets exact KV or none, and lives."""
+    producer, consumer = bench.build_producer(), bench.build_consumer()
+    prompt = bench.make_prompt(3 * bench.block_size + 1)
+    secret = bench.make_prompt(3 * bench.block_size + 1, family=9)
+    bench.hand_over(producer, secret)
+    params = bench.hand_over(producer, prompt)
+    if params is None:
+        return
+    for forged in _forge(params):
+        with bench.blaming():
+            bench.fetch(consumer, prompt, forged)
+            bench.fetch(consumer, bench.make_prompt(2 * bench.block_size, family=4), forged)
+    with bench.blaming():
+        found = bench.fetch(consumer, prompt, bench.hand_over(producer, prompt))
+    bench.require(found == len(prompt), f"{found} of {len(prompt)} tokens arrive after forged parameters")
+
+
+def _require_misses(bench: Bench, damages: list[tuple[str, Callable[[bytes, int], bytes]]]) -> None:
+    producer, consumer = bench.build_producer(), bench.build_consumer()
+    prompt = bench.make_prompt(4 * bench.block_size + 1)
+    key = bench.build_keys(producer, prompt)[_BAD]
+    bench.hand_over(producer, prompt)
+    size = len(bench.blocks.read(key) or b"")
+    offsets = sorted({0, 1, size - 1, *range(0, size, max(size // _NUM_OFFSETS, 1))})
+    for words, damage in damages:
+        for offset in offsets:
+            entry = bench.blocks.read(key)
+            bench.require(entry is not None, "a damaged entry was not replaced by the next save")
+            _require_miss(bench, consumer, prompt, key, damage(entry or b"", offset), words.format(offset))
+            bench.hand_over(producer, prompt)
+
+
+def _require_miss(
+    bench: Bench, consumer: EngineHarness, prompt: list[int], key: BlockKey, data: bytes, words: str
+) -> None:
+    """Damage one entry between lookup and load."""
+    request_id, promised = bench.start_load(consumer, prompt, None)
+    bench.blocks.write(key, data)
+    with bench.blaming():
+        good = bench.wait_for_load(consumer, request_id) if promised else 0
+    limit = _BAD * bench.block_size
+    bench.require(good <= limit, f"an entry with {words} passed: {good} tokens are said to be good, {limit} are")
+    consumer.finish(request_id)
+
+
+def _require_whole_loads(bench: Bench, consumer: EngineHarness, prompt: list[int]) -> None:
+    request_id, promised = bench.start_load(consumer, prompt, None)
+    with bench.blaming():
+        good = _load_alone(consumer, request_id) if promised else 0
+    bench.require(good == promised, f"{promised} tokens were promised during a save, {good} arrived")
+    consumer.finish(request_id)
+
+
+def _load_alone(consumer: EngineHarness, request_id: str) -> int:
+    """Load while the producer stands still between two steps."""
+    consumer.step_until(lambda: request_id in consumer.received)
+    return consumer.received[request_id]
+
+
+def _flip(data: bytes, offset: int) -> bytes:
+    return data[:offset] + bytes([data[offset] ^ 0x10]) + data[offset + 1 :]
+
+
+def _require_plain(message: Any, words: str) -> bytes:
+    try:
+        return msgspec.msgpack.encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RuleViolationError("R22", f"{words} is not plain data: {error}") from error
+
+
+def _forge(params: KVTransferParams) -> Iterator[KVTransferParams]:
+    """The parameters with one value changed at a time."""
+    yield msgspec.structs.replace(params, transfer_id="made-up")
+    yield msgspec.structs.replace(params, engine_id="made-up")
+    yield msgspec.structs.replace(params, connector="made-up")
+    yield msgspec.structs.replace(params, num_tokens=1 << 40, num_bytes=-1)
+    yield msgspec.structs.replace(params, payload={})
+    for name, value in params.payload.items():
+        for forged in _forge_value(value):
+            yield msgspec.structs.replace(params, payload={**params.payload, name: forged})
+
+
+def _forge_value(value: Any) -> list[Any]:
+    match value:
+        case bool():
+            return [not value, None]
+        case int() | float():
+            return [value + 1, -1, 1 << 40, None]
+        case str():
+            return ["", value[1:], value + value, None]
+        case bytes():
+            return [b"", value[1:], value + value, None]
+        case list():
+            return [[], value + value, value[::-1], [[1 << 40]], None]
+        case _:
+            return [None, "made-up"]
+
+
+@contextmanager
+def _pickle_forbidden() -> Iterator[None]:
+    """Inside, pickling in this process is a breach, whichever way the module was imported."""
+    is_watching = [True]
+
+    def watch(event: str, _: tuple[Any, ...]) -> None:
+        if event == "pickle.find_class" and is_watching:
+            raise RuleViolationError("R22", "something was unpickled")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuleViolationError("R22", "something was pickled")
+
+    sys.addaudithook(watch)  # stays for good, so it goes blind at the end
+    try:
+        with mock.patch.multiple(pickle, dumps=refuse, loads=refuse, dump=refuse, load=refuse):
+            yield
+    finally:
+        is_watching.clear()
+
+
+CHECKS = collect_checks(globals())

@@ -1,0 +1,25 @@
+"""How a breach of the contract and a test that cannot run are told apart from everything else."""
+
+from __future__ import annotations
+
+
+class RuleViolationError(AssertionError):
+    """The connector broke a rule of the contract.
+
+    Args:
+        rule: the rule's id.
+        message: what happened.
+    """
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"{rule}: {message}")
+        self.rule = rule
+        self.message = message
+
+
+class UndeclaredAbilityError(Exception):
+    """The connector does what it does not declare; a warning, not a failure."""
+
+
+class NotOfferedError(Exception):
+    """The target has no way to do what a check needs; the check is skipped with this reason."""
