@@ -320,3 +320,27 @@ def test_loaded_requests_cannot_block_one_another_for_ever() -> None:
     outputs = h.run_until_idle()
     assert sorted(o.request_id for o in outputs if o.finish_reason) == ["d", "e"]
     assert h.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("length", [4, 5, 8, 11])
+def test_full_hit_is_a_hit_rate_of_one_and_is_asked_once(length: int) -> None:
+    h = SchedulerHarness()
+    prompt = list(range(10, 10 + length))
+    h.add("cold", prompt, max_tokens=1)
+    h.step()
+    cold_queries = h.stats.prefix_queries._value.get()
+    assert h.stats.prefix_hits._value.get() == 0
+    h.add("warm", prompt, max_tokens=1)
+    h.step()
+    warm_queries = h.stats.prefix_queries._value.get() - cold_queries
+    assert warm_queries == cold_queries == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert h.stats.prefix_hits._value.get() == warm_queries
+
+
+def test_tokens_from_outside_are_counted_as_asked_and_found() -> None:
+    h = SchedulerHarness()
+    h.connector.matches["d"] = [MatchResult(9, is_async=True)]
+    h.add("d", range(10, 19), output=[77])
+    h.step()
+    assert h.stats.external_queries._value.get() == 9
+    assert h.stats.external_hits._value.get() == 9
