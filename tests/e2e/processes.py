@@ -109,6 +109,7 @@ class Deployment:
         num_decode: M.
         engine_options: more options for every instance.
         router_options: more options for the router.
+        store_option: let the connector's ``path`` be a directory of this deployment.
     """
 
     def __init__(
@@ -119,13 +120,12 @@ class Deployment:
         num_decode: int = 1,
         engine_options: list[str] | None = None,
         router_options: list[str] | None = None,
+        store_option: bool = True,
     ) -> None:
         self.directory = directory
-        options = [
-            *("--num-blocks", "2048", "--connector", "shared_storage"),
-            *("--connector-option", f"path={directory / 'store'}"),
-            *(engine_options or []),
-        ]
+        options = ["--num-blocks", "2048", "--connector", "shared_storage", *(engine_options or [])]
+        if store_option:
+            options += ["--connector-option", f"path={directory / 'store'}"]
         self.prefill = [self._build_instance("prefill", i, options) for i in range(num_prefill)]
         self.decode = [self._build_instance("decode", i, options) for i in range(num_decode)]
         self.port = find_free_port()
@@ -146,6 +146,10 @@ class Deployment:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def address_of(self, role: str, index: int = 0) -> str:
+        """Where an instance's routers connect."""
+        return f"127.0.0.1:{getattr(self, role)[index].command[2]}"
 
     def __enter__(self) -> Deployment:
         for process in (*self.instances, self.router):
