@@ -40,6 +40,7 @@ from pdserve.protocol import (
     encode,
 )
 from pdserve.router.config import endpoint_of
+from pdserve.router.instance_tally import InstanceTally
 from pdserve.router.leg import InstanceLostError, Leg
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ class Instance:
         refusal: why the fleet does not use it; None when it does.
         load: the latest report.
         num_unreported: legs sent since then, so that a burst between two reports is spread.
+        tally: what it did in this session.
+        last_problem: why the last session ended or was not begun; empty while one stands.
     """
 
     def __init__(
@@ -107,6 +110,8 @@ class Instance:
         self.refusal: str | None = None
         self.load = InstanceLoad()
         self.num_unreported = 0
+        self.tally = InstanceTally()
+        self.last_problem = ""
         self._router_id = router_id
         self._context = context
         self._observer = observer
@@ -138,6 +143,11 @@ class Instance:
         """Legs of this router that run there."""
         return len(self._legs)
 
+    @property
+    def silence_s(self) -> float | None:
+        """How long ago the last message came; None while there is no session."""
+        return None if self.ready is None else asyncio.get_running_loop().time() - self._last_heard
+
     # --- work -----------------------------------------------------------------------------------------
 
     def start_leg(self, request: AddRequest) -> Leg:
@@ -155,10 +165,12 @@ class Instance:
         leg = Leg(request.request_id, self._abort_leg)
         self._legs[request.request_id] = leg
         self.num_unreported += 1
+        self.tally.note_sent(request)
         return leg
 
     def _abort_leg(self, request_id: str) -> None:
         if self._legs.pop(request_id, None) is not None:
+            self.tally.note_aborted(request_id)
             self._send(AbortRequests([request_id]))
 
     def _send(self, message: RouterMessage) -> bool:
@@ -226,11 +238,13 @@ class Instance:
             socket.close(linger=100)
 
     def _end_session(self, reason: str) -> None:
+        self.last_problem = reason
         legs, self._legs = self._legs, {}
         for leg in legs.values():
             leg.lose(f"{self.role} instance {self.name} was lost: {reason}")
         was_ready = self.ready is not None
         self.ready, self.refusal, self.load, self.num_unreported = None, None, InstanceLoad(), 0
+        self.tally = InstanceTally()
         if was_ready:
             self._observer.instance_lost(self)
 
@@ -280,6 +294,7 @@ class Instance:
                     leg = self._legs.get(output.request_id)
                     if leg is None:
                         continue  # aborted here; the instance had not heard of it yet
+                    self.tally.note_output(output)
                     if output.finish_reason is not None:
                         del self._legs[output.request_id]
                     leg.put(output)
@@ -309,6 +324,7 @@ class Instance:
             self._log_refused(reason)
             raise SessionEndedError(reason)
         self.ready = ready
+        self.last_problem = ""
         self.load = ready.load
         self._observer.instance_ready(self)
 

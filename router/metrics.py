@@ -55,6 +55,18 @@ class RouterMetrics:
         """The exposition format, for ``GET /metrics``."""
         return generate_latest(self.registry)
 
+    def read_values(self, kind: str) -> dict[str, float]:
+        """Every value of a kind, summed over its labels, by its name without prefix and ``_total``.
+
+        Args:
+            kind: ``counter`` or ``gauge``.
+        """
+        return {
+            metric.name.removeprefix(_PREFIX): sum(s.value for s in metric.samples if not s.name.endswith("_created"))
+            for metric in self.registry.collect()
+            if metric.type == kind
+        }
+
     # --- what the fleet tells -------------------------------------------------------------------------
 
     def set_instance_up(self, role: Role, address: str, up: bool) -> None:

@@ -101,6 +101,7 @@ class RequestRecord:
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
             "ttft_ms": ttft_ms,
+            "total_ms": round(1000 * total_s, 1),
         }
         self._log(outcome, ttft_ms, total_s)
 

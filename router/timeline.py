@@ -6,6 +6,7 @@ the machines' clocks.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -135,6 +136,10 @@ class TimelineStore:
             _, oldest = self._by_id.popitem(last=False)
             if self._by_request_id.get(oldest.request_id) is oldest:
                 del self._by_request_id[oldest.request_id]
+
+    def latest(self, count: int) -> list[RequestTimeline]:
+        """The last ``count`` that came, newest first."""
+        return list(itertools.islice(reversed(self._by_id.values()), count))
 
     def get(self, name: str) -> RequestTimeline | None:
         """The timeline of a response id or X-Request-Id."""

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 import pdserve
 from pdserve.errors import PdserveError, RequestError
-from pdserve.router.api import generate, operations
+from pdserve.router.api import generate, operations, page, status
 from pdserve.router.api.boundary import HttpBoundary
 from pdserve.router.api.errors import error_response, json_response
 from pdserve.router.api.service import RouterService
@@ -75,6 +75,18 @@ def _add_operation_routes(app: FastAPI, service: RouterService) -> None:
     async def timeline(name: str) -> Response:
         """What happened to a request, and when."""
         return operations.show_timeline(service, name)
+
+    @app.get("/v1/status", response_model=None)
+    async def show_status() -> Response:
+        """The pools, the load and the last requests."""
+        return status.show_status(service)
+
+    page_response = page.build_page()
+
+    @app.get("/", response_model=None)
+    async def show_page() -> Response:
+        """A page that shows all of it live."""
+        return page_response
 
     @app.get("/health", response_model=None)
     async def health() -> Response:

@@ -270,6 +270,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
         limits: what it accepts.
         connector: registered name of its connector.
         load: its load now.
+        http_port: port of its /health, /metrics and /about, on the same host; None if it has none.
     """
 
     session: str
@@ -281,6 +282,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     limits: InstanceLimits
     connector: str
     load: InstanceLoad
+    http_port: int | None = None
     protocol_version: int = PROTOCOL_VERSION
 
 
