@@ -17,12 +17,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from pdserve.engine.cache_events import CacheEventLog
+
 
 class BlockPool:
     """Fixed number of equal blocks.
 
     Args:
         num_blocks: blocks in the pool, ids ``0 … num_blocks - 1``.
+
+    Attributes:
+        events: how the index changed, for routers that choose by it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -32,6 +37,7 @@ class BlockPool:
         self._index: dict[bytes, int] = {}
         # Least recently freed first: the next one to be given away.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.events = CacheEventLog(max_events=num_blocks)
 
     @property
     def num_free_blocks(self) -> int:
@@ -52,6 +58,11 @@ class BlockPool:
     def num_cached_blocks(self) -> int:
         """Blocks whose content the prefix index knows."""
         return len(self._index)
+
+    @property
+    def cached_digests(self) -> Iterable[bytes]:
+        """The contents that the prefix index knows."""
+        return self._index.keys()
 
     def get_cached_block(self, digest: bytes) -> int | None:
         """The block that holds this content, or None."""
@@ -103,11 +114,13 @@ class BlockPool:
         if digest not in self._index:
             self._index[digest] = block_id
             self._digests[block_id] = digest
+            self.events.note_stored(digest)
 
     def reset_index(self) -> None:
         """Forget all contents."""
         self._index.clear()
         self._digests = [None] * self.num_blocks
+        self.events.note_cleared()
 
     def check(self) -> None:
         """Assert the pool's invariants; for tests and debugging."""
@@ -120,3 +133,4 @@ class BlockPool:
         if digest is not None:
             del self._index[digest]
             self._digests[block_id] = None
+            self.events.note_evicted(digest)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from pdserve.connectors.base import KVConnectorScheduler
 from pdserve.engine.block_accounting import BlockReport, build_report
+from pdserve.engine.cache_events import build_snapshot
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.executor import Executor
 from pdserve.engine.kv_cache_manager import KVCacheManager
@@ -21,7 +22,7 @@ from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.scheduler_output import SchedulerOutput
 from pdserve.errors import EngineError
 from pdserve.kv_layout import BlockHasher, ModelIdentity
-from pdserve.protocol import AddRequest, InstanceLimits, InstanceLoad, RequestOutput, Role, WireError
+from pdserve.protocol import AddRequest, CacheEvents, InstanceLimits, InstanceLoad, RequestOutput, Role, WireError
 from pdserve.request_checks import check_request
 
 logger = logging.getLogger(__name__)
@@ -169,6 +170,23 @@ class EngineCore:
         if step.num_tokens:
             self._stats.step_time.observe(seconds)
             self._stats.step_tokens.observe(step.num_tokens)
+
+    # --- cache events -----------------------------------------------------------------------------------
+
+    def listen_to_cache(self) -> CacheEvents:
+        """Note cache events from now on; the whole prefix index as it stands."""
+        pool = self.kv_cache.pool
+        pool.events.is_listening = True
+        return build_snapshot(pool.cached_digests)
+
+    def ignore_cache(self) -> None:
+        """Note no cache events any more."""
+        self.kv_cache.pool.events.is_listening = False
+        self.kv_cache.pool.events.forget()
+
+    def take_cache_events(self) -> CacheEvents | None:
+        """How the prefix index changed since the last call; None when it did not."""
+        return self.kv_cache.pool.events.take(self.kv_cache.pool.cached_digests)
 
     # --- what others ask --------------------------------------------------------------------------------
 

@@ -34,6 +34,13 @@ class SessionClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class Listen:
+    """A router wants to hear how the prefix index changes."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Take no new requests, finish the running ones, then end."""
 
@@ -60,7 +67,7 @@ class SocketFailed:
     """The socket thread ended by an unexpected error; nobody can be answered any more."""
 
 
-Command = Add | Abort | SessionClosed | Drain | Scrape | SocketFailed
+Command = Add | Abort | SessionClosed | Listen | Drain | Scrape | SocketFailed
 
 
 class Inbox:

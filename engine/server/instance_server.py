@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from pdserve.engine.server.counters import RateLimitedWarning, ServerCounters
-from pdserve.engine.server.inbox import Abort, Add, Command, Drain, Inbox, Page, Scrape, SessionClosed, SocketFailed
+from pdserve.engine.server.inbox import Abort, Add, Command, Drain, Inbox, Listen, Page, Scrape, SessionClosed, SocketFailed
 from pdserve.engine.server.served_engine import ServedEngine
 from pdserve.engine.server.socket_thread import SocketThread
 from pdserve.engine.server.watchdog import BlockWatchdog
@@ -71,6 +71,8 @@ class InstanceServer:
         self._watchdog = watchdog
         self._live: dict[str, tuple[int, str]] = {}
         """Session and the router's own id of every request that has not ended, by the engine's id."""
+        self._listeners: set[int] = set()
+        """Sessions that hear how the prefix index changes."""
         self._load = engine.get_load()
         self._drain_deadline_s: float | None = None
         self._warnings = RateLimitedWarning(logger)
@@ -105,6 +107,7 @@ class InstanceServer:
         if outputs or commands:
             self._load = self._engine.get_load()
             self._publish(outputs)
+        self._publish_cache_events()
 
     def _wait_s(self) -> float | None:
         """How long the loop may wait for commands: not at all with work, for ever with nothing to do."""
@@ -127,6 +130,13 @@ class InstanceServer:
                 self._abort(_engine_request_id(session, request_id) for request_id in request_ids)
             case SessionClosed(session):
                 self._abort([key for key, (owner, _) in self._live.items() if owner == session])
+                self._listeners.discard(session)
+                if not self._listeners:
+                    self._engine.ignore_cache()
+            case Listen(session):
+                self._publish_cache_events()
+                self._listeners.add(session)
+                self._socket_thread.send_cache_events([session], self._engine.listen_to_cache())
             case Drain(reason):
                 self._start_drain(reason)
             case Scrape(page, answer):
@@ -182,6 +192,11 @@ class InstanceServer:
         self._socket_thread.send(
             {session: StepOutputs(outputs=named, load=load) for session, named in by_session.items()}, load
         )
+
+    def _publish_cache_events(self) -> None:
+        events = self._engine.take_cache_events() if self._listeners else None
+        if events is not None:
+            self._socket_thread.send_cache_events(list(self._listeners), events)
 
     def _end_live_requests(self, error: PdserveError) -> None:
         self._publish([error_output(key, error) for key in self._live])

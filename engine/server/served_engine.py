@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from pdserve.protocol import AddRequest, InstanceLoad, RequestOutput
+from pdserve.protocol import AddRequest, CacheEvents, InstanceLoad, RequestOutput
 
 
 class ServedEngine(Protocol):
@@ -37,4 +37,16 @@ class ServedEngine(Protocol):
 
     def get_load(self) -> InstanceLoad:
         """How busy it is."""
+        ...
+
+    def listen_to_cache(self) -> CacheEvents:
+        """Note cache events from now on; the whole prefix index as it stands."""
+        ...
+
+    def ignore_cache(self) -> None:
+        """Note no cache events any more."""
+        ...
+
+    def take_cache_events(self) -> CacheEvents | None:
+        """How the prefix index changed since the last call; None when it did not."""
         ...

@@ -13,13 +13,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import zmq
 
 from pdserve.engine.server.counters import RateLimitedWarning, ServerCounters
-from pdserve.engine.server.inbox import Abort, Add, Inbox, SessionClosed, SocketFailed
+from pdserve.engine.server.inbox import Abort, Add, Inbox, Listen, SessionClosed, SocketFailed
 from pdserve.engine.server.sessions import Session, SessionTable
 from pdserve.engine.server.settings import InstanceSettings
 from pdserve.engine.server.wire_errors import error_output
@@ -28,6 +28,7 @@ from pdserve.protocol import (
     MAX_FRAME_BYTES,
     AbortRequests,
     AddRequest,
+    CacheEvents,
     Goodbye,
     Heartbeat,
     Hello,
@@ -74,7 +75,7 @@ class SocketThread:
         self._load = ready.load
         self._sessions = SessionTable()
         self._by_number: dict[int, Session] = {}
-        self._outbox: collections.deque[tuple[int, StepOutputs]] = collections.deque()
+        self._outbox: collections.deque[tuple[int, StepOutputs | CacheEvents]] = collections.deque()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
@@ -102,6 +103,11 @@ class SocketThread:
             self._heartbeat_now.set()
         if outputs or news:
             self._wake()
+
+    def send_cache_events(self, sessions: Iterable[int], events: CacheEvents) -> None:
+        """Send cache events to these sessions, behind what was sent before."""
+        self._outbox.extend((session, events) for session in sessions)
+        self._wake()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Send what is left and end the thread. Idempotent."""
@@ -151,10 +157,10 @@ class SocketThread:
 
     def _send_outbox(self) -> None:
         while self._outbox:
-            number, outputs = self._outbox.popleft()
+            number, message = self._outbox.popleft()
             session = self._by_number.get(number)
             if session is not None:
-                self._send(session, outputs)
+                self._send(session, message)
 
     def _send(self, session: Session, message: InstanceMessage) -> None:
         """Send to a session; one that cannot take the message has lost it, so it ends."""
@@ -208,6 +214,8 @@ class SocketThread:
             self._counters.sessions.set(len(self._sessions))
             logger.info("router %s connected", hello.router_id)
             self._send(result.opened, msgspec.structs.replace(self._ready, session=hello.session, load=self._load))
+            if hello.wants_cache_events:
+                self._inbox.put(Listen(result.opened.number))
 
     def _in_session(self, session: Session, message: AddRequest | AbortRequests | Goodbye) -> None:
         match message:

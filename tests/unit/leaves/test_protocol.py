@@ -42,6 +42,7 @@ INSTANCE_MESSAGES = [
     ),
     p.Refused(session="s", reason="why"),
     p.Heartbeat(generation="g", load=LOAD),
+    p.CacheEvents(stored=[b"\x00" * 32], evicted=[b"\xff" * 32], replaces_all=True),
     p.StepOutputs(
         outputs=[
             p.RequestOutput(

@@ -21,6 +21,7 @@ from pdserve.errors import OverloadedError, RequestError
 from pdserve.kv_layout import KVCacheSpec, ModelIdentity
 from pdserve.protocol import (
     AddRequest,
+    CacheEvents,
     FinishReason,
     Hello,
     InstanceLimits,
@@ -58,6 +59,8 @@ class ScriptedEngine:
         self.holds_kv = False
         self.fails_with: Exception | None = None
         self.num_steps = 0
+        self.listening = False
+        self.cache_events: CacheEvents | None = None
         self.step_s = 0.001
         """What a step takes; 0 floods the router."""
 
@@ -109,6 +112,17 @@ class ScriptedEngine:
 
     def get_load(self) -> InstanceLoad:
         return InstanceLoad(num_running=len(self.live), num_blocks=9)
+
+    def listen_to_cache(self) -> CacheEvents:
+        self.listening = True
+        return CacheEvents(stored=[b"old"], replaces_all=True)
+
+    def ignore_cache(self) -> None:
+        self.listening = False
+
+    def take_cache_events(self) -> CacheEvents | None:
+        events, self.cache_events = self.cache_events, None
+        return events
 
 
 class RouterEnd:

@@ -10,6 +10,7 @@ from pdserve.engine.server.inbox import Drain, Page, Scrape
 from pdserve.protocol import (
     MAX_FRAME_BYTES,
     AbortRequests,
+    CacheEvents,
     FinishReason,
     Goodbye,
     Heartbeat,
@@ -379,3 +380,20 @@ def test_ready_is_sent_once_a_session(start_instance) -> None:
     router.wait_for(Heartbeat)
     router.wait_for(Heartbeat)
     assert not [message for message in router.others if isinstance(message, Ready)]
+
+
+def test_cache_events_go_to_who_asked_for_them(start_instance, wait) -> None:
+    instance = start_instance()
+    listener, other = instance.connect("router-a"), instance.connect("router-b")
+    other.open()
+    assert not instance.engine.listening
+    listener.hello(wants_cache_events=True)
+    assert listener.wait_for(CacheEvents) == CacheEvents(stored=[b"old"], replaces_all=True)
+    instance.engine.cache_events = CacheEvents(stored=[b"new"], evicted=[b"old"])
+    listener.add("r1", [10], max_tokens=1)
+    assert listener.wait_for(CacheEvents) == CacheEvents(stored=[b"new"], evicted=[b"old"])
+    other.add("r1", [10], max_tokens=1)
+    assert other.tokens("r1") == [11]
+    assert not [message for message in other.others if isinstance(message, CacheEvents)]
+    listener.send(Goodbye())
+    wait(lambda: not instance.engine.listening, "the listener's leaving")
