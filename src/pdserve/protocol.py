@@ -13,6 +13,7 @@ A session's life::
       <──────────────────────────── StepOutputs     one for each engine step, all its requests
       AbortRequests ───────────────────────────>
       <────────────────────────────── Heartbeat     every heartbeat_interval_s, with the load
+      <──────────────────────────── CacheEvents     after each step that changed the prefix index, where asked for
 
 A router that reconnects starts a new session; the instance aborts what the older session of that router left,
 and what belongs to a session whose Hello has not come for ``session_timeout_s``.
@@ -187,11 +188,18 @@ TIMELINE_EVENTS = (
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """Opens a session and, repeated, keeps it alive."""
+    """Opens a session and, repeated, keeps it alive.
+
+    Attributes:
+        router_id: the router, unique for each start.
+        session: the session's name.
+        wants_cache_events: send `CacheEvents`, the whole index first.
+    """
 
     router_id: str
     session: str
     protocol_version: int = PROTOCOL_VERSION
+    wants_cache_events: bool = False
 
 
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
@@ -338,7 +346,21 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     load: InstanceLoad
 
 
-InstanceMessage = Ready | Refused | Heartbeat | StepOutputs
+class CacheEvents(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cache"):
+    """How the instance's prefix index changed.
+
+    Attributes:
+        stored: digests of block contents that can be hit from now on.
+        evicted: digests of those that no block has any more.
+        replaces_all: ``stored`` is the whole index; what was told before is void.
+    """
+
+    stored: list[bytes] = []
+    evicted: list[bytes] = []
+    replaces_all: bool = False
+
+
+InstanceMessage = Ready | Refused | Heartbeat | StepOutputs | CacheEvents
 
 _encoder = msgspec.msgpack.Encoder()
 _router_message_decoder = msgspec.msgpack.Decoder(RouterMessage)
