@@ -1,0 +1,121 @@
+"""What the two halves of one engine say to each other, and what a producer's engine tells a consumer's.
+
+Downwards (`StepMetadata`) once a step; upwards (`Endpoint`) once in the worker's life.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.connectors.nixl.options import CONNECTOR_NAME
+from pdserve.protocol import KVTransferParams
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where a producer's worker half can be reached.
+
+    Attributes:
+        address: of the side channel.
+        generation: names this incarnation of the producer; never the same again.
+    """
+
+    address: str
+    generation: str
+
+
+class TransferReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that a consumer needs to ask a producer for a request's KV.
+
+    It names the transfer and nothing else: which blocks, and what they hold, the producer says when it is asked, so
+    a made-up reference cannot point anywhere.
+    """
+
+    transfer_id: str
+    address: str
+    generation: str
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A finished request's blocks wait for a consumer.
+
+    Attributes:
+        request_id: whose.
+        transfer_id: under which a consumer asks for them.
+        num_tokens: of the prompt.
+        digest: identity of the prompt: the key of its last block.
+        block_ids: the prompt's blocks, in order.
+    """
+
+    request_id: str
+    transfer_id: str
+    num_tokens: int
+    digest: bytes
+    block_ids: list[int]
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Fill blocks of one request.
+
+    Attributes:
+        request_id: whose.
+        reference: where the KV is.
+        digest: identity of the whole prompt: the key of its last block.
+        num_prompt_blocks: blocks of the whole prompt.
+        first_block: the first one to load; those before it are here already.
+        num_tokens: tokens that the engine counts on, from the first of ``first_block`` on.
+        block_ids: where they go, in order.
+    """
+
+    request_id: str
+    reference: TransferReference
+    digest: bytes
+    num_prompt_blocks: int
+    first_block: int
+    num_tokens: int
+    block_ids: list[int]
+
+
+class StepMetadata(msgspec.Struct, frozen=True):
+    """One step's message.
+
+    Attributes:
+        offers: blocks to hold and to hand out.
+        loads: to begin.
+        releases: transfers whose KV is not needed any more, and was not asked for.
+        cancelled_loads: requests that ended while their load is under way.
+        cancelled_offers: requests whose consumer will not come.
+    """
+
+    offers: list[Offer] = []
+    loads: list[Load] = []
+    releases: list[TransferReference] = []
+    cancelled_loads: list[str] = []
+    cancelled_offers: list[str] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.offers or self.loads or self.releases or self.cancelled_loads or self.cancelled_offers)
+
+
+def build_params(endpoint: Endpoint, offer: Offer, num_bytes: int) -> KVTransferParams:
+    """What goes to the consumer through the router."""
+    return KVTransferParams(
+        connector=CONNECTOR_NAME,
+        transfer_id=offer.transfer_id,
+        engine_id=endpoint.generation,
+        num_tokens=offer.num_tokens,
+        num_bytes=num_bytes,
+        payload={"address": endpoint.address},
+    )
+
+
+def read_params(params: KVTransferParams | None) -> TransferReference | None:
+    """The reference in a request's parameters; None when they are another connector's, or make no sense."""
+    if params is None or params.connector != CONNECTOR_NAME:
+        return None
+    values = {**params.payload, "transfer_id": params.transfer_id, "generation": params.engine_id}
+    try:
+        return msgspec.convert(values, TransferReference)
+    except msgspec.ValidationError:
+        return None

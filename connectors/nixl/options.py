@@ -1,0 +1,134 @@
+"""The connector's own settings: parsed from what the user wrote, validated, with their defaults."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.connectors.base import ConnectorContext
+from pdserve.connectors.blocks.options import Parser, parse_seconds, parse_text, parse_values
+from pdserve.errors import ConfigError
+
+CONNECTOR_NAME = "nixl"
+_LOOPBACK_NETWORKS = ("127.0.0.0/8", "::1/128")
+_LOOPBACK_DEVICE = "lo"
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class AllowedPeers:
+    """The addresses that KV is given to and taken from.
+
+    Args:
+        networks: single addresses or networks (``10.0.0.0/24``).
+
+    Raises:
+        ValueError: one of them is neither.
+    """
+
+    def __init__(self, networks: Iterable[str]) -> None:
+        self._networks: list[Network] = [ipaddress.ip_network(network) for network in networks]
+
+    def __contains__(self, host: str) -> bool:
+        """Whether ``host``, an address in text, is one of them; what is no address is not."""
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        return any(address in network for network in self._networks)
+
+
+@dataclass(frozen=True)
+class NixlOptions:
+    """Settings of the NIXL connector.
+
+    Attributes:
+        host: address that producers listen on for consumers, and that consumers reach them at.
+        port: of the side channel; 0 = the system chooses.
+        net_devices: network devices that UCX may use, as UCX names them (``eth0``, ``mlx5_0:1``); None = the
+            loopback device when ``host`` is a loopback address, else what UCX finds.
+        allowed_peers: addresses and networks that KV is exchanged with.
+        lease_s: blocks wait this long for a consumer's first or next sign of life.
+        answer_timeout_s: an answer or a piece of KV that takes longer ends the load.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    net_devices: str | None = None
+    allowed_peers: tuple[str, ...] = _LOOPBACK_NETWORKS
+    lease_s: float = 60.0
+    answer_timeout_s: float = 5.0
+
+    @property
+    def ucx_devices(self) -> str | None:
+        """What to tell UCX; None = nothing."""
+        if self.net_devices is None and ipaddress.ip_address(self.host).is_loopback:
+            return _LOOPBACK_DEVICE
+        return self.net_devices
+
+    @property
+    def bind_address(self) -> str:
+        """Endpoint to bind the side channel to; without a port when the system chooses it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port or '*'}"
+
+
+def parse_options(context: ConnectorContext) -> NixlOptions:
+    """Validate ``context.options``.
+
+    Raises:
+        ConfigError: an option is unknown or ill-typed, or the host can be reached by nobody who is allowed to.
+    """
+    values = parse_values(CONNECTOR_NAME, context, _PARSERS)
+    options = NixlOptions(**values)
+    if not ipaddress.ip_address(options.host).is_loopback and "allowed_peers" not in values:
+        raise ConfigError(
+            f"connector {CONNECTOR_NAME}: option host={options.host} lets other machines in; say which ones, for "
+            f"example allowed_peers={options.host}/24 (several: separated by commas)"
+        )
+    return options
+
+
+def _parse_host(raw: Any) -> str:
+    """An address, not a name: a name's meaning may differ from one machine to the next."""
+    address = ipaddress.ip_address(parse_text(raw))
+    if address.is_unspecified:
+        raise ValueError("give the address at which other machines reach this one")
+    return str(address)
+
+
+def _parse_port(raw: Any) -> int:
+    if isinstance(raw, (int, str)) and not isinstance(raw, bool) and 0 <= int(raw) <= 65535:
+        return int(raw)
+    raise ValueError("give a port from 0 to 65535")
+
+
+def _parse_peers(raw: Any) -> tuple[str, ...]:
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(parts, (list, tuple)):
+        raise ValueError("give addresses and networks, separated by commas")
+    networks = tuple(str(ipaddress.ip_network(str(part).strip(), strict=False)) for part in parts)
+    if not networks:
+        raise ValueError("give at least one address or network")
+    return networks
+
+
+def _parse_positive_seconds(raw: Any) -> float:
+    value = parse_seconds(raw)
+    if value <= 0:
+        raise ValueError("give seconds, more than 0")
+    return value
+
+
+_PARSERS: dict[str, Parser] = {
+    "host": _parse_host,
+    "port": _parse_port,
+    "net_devices": parse_text,
+    "allowed_peers": _parse_peers,
+    "lease_s": _parse_positive_seconds,
+    "answer_timeout_s": _parse_positive_seconds,
+}

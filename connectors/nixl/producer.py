@@ -1,0 +1,227 @@
+"""The producer's side: offers, leases, and answers to consumers.
+
+Lives on the transfer thread; sockets are somebody else's. Checksums are computed on a thread of their own from the
+moment of the offer, while the consumer is still on its way, and are needed only when it has read everything.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.connectors.blocks.failures import WarningLimiter
+from pdserve.connectors.blocks.task_threads import TaskThreads
+from pdserve.connectors.nixl import wire
+from pdserve.connectors.nixl.leases import Lease, LeaseError, LeasePendingError, LeaseTable
+from pdserve.connectors.nixl.messages import Offer
+from pdserve.connectors.nixl.pool_memory import PoolMemory
+from pdserve.connectors.nixl.report import TransferReport
+from pdserve.kv_layout import ModelIdentity
+
+_PATIENCE_S = 2.0
+"""How long a message about a transfer may wait for the step that announces it to this half."""
+_MAX_EARLY_MESSAGES = 4096
+
+Reply = Callable[[bytes, wire.ProducerMessage], None]
+
+
+@dataclass(slots=True)
+class _Closing:
+    """A consumer that has read everything, and waits for the checksums."""
+
+    reader: bytes
+    num_blocks: int
+
+
+class Producer:
+    """Holds blocks for consumers and tells them what they need.
+
+    Args:
+        welcome: answers a consumer of the same model.
+        leases: the book.
+        memory: the pool.
+        report: told of each sending's end.
+        warnings: log lines for people.
+        reply: sends a message to a consumer.
+        run_soon: runs a function on the transfer thread; called from other threads.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        welcome: wire.Welcome,
+        leases: LeaseTable,
+        memory: PoolMemory,
+        report: TransferReport,
+        warnings: WarningLimiter,
+        *,
+        reply: Reply,
+        run_soon: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._welcome = welcome
+        self._leases = leases
+        self._memory = memory
+        self._report = report
+        self._warnings = warnings
+        self._reply = reply
+        self._run_soon = run_soon
+        self._clock = clock
+        self._checksum_threads = TaskThreads("kv-checksum", 1)
+        self._checksums: dict[str, bytes] = {}
+        self._closing: dict[str, _Closing] = {}
+        self._early: list[tuple[float, bytes, wire.Open | wire.Cancel]] = []
+
+    # --- the engine's wishes --------------------------------------------------------------------------------
+
+    def offer(self, offer: Offer) -> None:
+        """Hold a request's blocks until a consumer has them, or none came in time."""
+        lease = self._leases.add(offer)
+        self._checksum_threads.submit(functools.partial(self._compute_checksums, lease))
+        early, self._early = self._early, []
+        for _, reader, message in early:
+            self.receive(reader, message)
+
+    def cancel_request(self, request_id: str) -> None:
+        """No consumer will come for this request; one that reads already finds its lease ended."""
+        lease = self._leases.find_request(request_id)
+        if lease is not None:
+            self._end(self._leases.end(lease), ok=False)
+
+    # --- consumers' messages ---------------------------------------------------------------------------------
+
+    def receive(self, reader: bytes, message: wire.ConsumerMessage) -> None:
+        """Answer one message of the consumer that ``reader`` names."""
+        match message:
+            case wire.Hello():
+                self._greet(reader, message)
+            case wire.Open():
+                self._open(reader, message)
+            case wire.Extend():
+                for transfer_id in message.transfer_ids:
+                    self._leases.extend(transfer_id, reader)
+            case wire.Close():
+                self._close_transfer(reader, message)
+            case wire.Cancel():
+                self._cancel(reader, message)
+
+    # --- time ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a consumer may be reading now."""
+        return self._leases.is_read
+
+    @property
+    def next_due(self) -> float | None:
+        """When `advance` must be called at the latest."""
+        times = [deadline for deadline, _, _ in self._early]
+        if self._leases.next_expiry is not None:
+            times.append(self._leases.next_expiry)
+        return min(times, default=None)
+
+    def advance(self) -> None:
+        """End what has waited long enough."""
+        for lease in self._leases.take_expired():
+            self._report.count_failure("expired")
+            self._warnings.warn(
+                "expired",
+                f"KV of request {lease.offer.request_id} was not fetched within {self._leases.lease_s:g} s; its "
+                "blocks are freed",
+            )
+            self._end(lease, ok=False)
+        now = self._clock()
+        late = [entry for entry in self._early if now >= entry[0]]
+        self._early = [entry for entry in self._early if now < entry[0]]
+        for _, reader, message in late:
+            if isinstance(message, wire.Open):
+                self._refuse(reader, message.transfer_id, "unknown", "no such transfer was offered")
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the checksum thread."""
+        self._checksum_threads.close(timeout_s)
+
+    # --- parts -----------------------------------------------------------------------------------------------
+
+    def _greet(self, reader: bytes, message: wire.Hello) -> None:
+        if message.version != wire.WIRE_VERSION:
+            reason = f"protocol version {message.version} there, {wire.WIRE_VERSION} here"
+            self._refuse(reader, "", "foreign", reason)
+        elif message.identity != self._welcome.identity:
+            self._refuse(reader, "", "foreign", explain_difference(message.identity, self._welcome.identity))
+        else:
+            self._reply(reader, self._welcome)
+
+    def _open(self, reader: bytes, message: wire.Open) -> None:
+        try:
+            lease = self._leases.open(message.transfer_id, message.digest, reader)
+        except LeasePendingError:
+            if not self._keep(reader, message):
+                self._refuse(reader, message.transfer_id, "unknown", "no such transfer was offered")
+        except LeaseError as error:
+            self._refuse(reader, message.transfer_id, error.kind, error.reason)
+        else:
+            self._reply(reader, wire.Opened(message.transfer_id, lease.offer.block_ids, self._leases.lease_s))
+
+    def _cancel(self, reader: bytes, message: wire.Cancel) -> None:
+        try:
+            lease = self._leases.cancel(message.transfer_id, reader)
+        except LeasePendingError:
+            self._keep(reader, message)
+        else:
+            if lease is not None:
+                self._end(lease, ok=True)
+
+    def _keep(self, reader: bytes, message: wire.Open | wire.Cancel) -> bool:
+        """Look at a message again when the next offer comes; False when there are too many."""
+        if len(self._early) >= _MAX_EARLY_MESSAGES:
+            return False
+        self._early.append((self._clock() + _PATIENCE_S, reader, message))
+        return True
+
+    def _close_transfer(self, reader: bytes, message: wire.Close) -> None:
+        try:
+            lease = self._leases.get_read(message.transfer_id, reader)
+        except LeaseError as error:
+            self._refuse(reader, message.transfer_id, error.kind, error.reason)
+            return
+        self._closing[message.transfer_id] = _Closing(reader, message.num_blocks)
+        self._settle(lease)
+
+    def _settle(self, lease: Lease) -> None:
+        """Close the lease, if its reader is through and the checksums are known."""
+        transfer_id = lease.offer.transfer_id
+        checksums, closing = self._checksums.get(transfer_id), self._closing.get(transfer_id)
+        if checksums is None or closing is None:
+            return
+        self._reply(closing.reader, wire.Closed(transfer_id, checksums))
+        num_bytes = closing.num_blocks * self._memory.region.block_bytes
+        self._report.count_saved(closing.num_blocks, num_bytes)
+        self._end(self._leases.end(lease), ok=True, num_bytes=num_bytes)
+
+    def _end(self, lease: Lease, *, ok: bool, num_bytes: int = 0) -> None:
+        closing = self._closing.pop(lease.offer.transfer_id, None)
+        if closing is not None and not ok:
+            self._refuse(closing.reader, lease.offer.transfer_id, "expired", "the lease has ended")
+        self._checksums.pop(lease.offer.transfer_id, None)
+        self._report.end_sending(lease.offer.request_id, ok=ok, num_bytes=num_bytes)
+
+    def _refuse(self, reader: bytes, transfer_id: str, kind: str, reason: str) -> None:
+        self._report.count_failure(f"refused_{kind}")
+        self._reply(reader, wire.Refused(transfer_id, kind, reason))
+
+    def _compute_checksums(self, lease: Lease) -> None:
+        """On the checksum thread. A lease that has ended meanwhile makes the result worthless, and it is dropped."""
+        checksums = self._memory.get_checksums(lease.offer.block_ids).tobytes()
+        self._run_soon(functools.partial(self._take_checksums, lease, checksums))
+
+    def _take_checksums(self, lease: Lease, checksums: bytes) -> None:
+        if self._leases.holds(lease):
+            self._checksums[lease.offer.transfer_id] = checksums
+            self._settle(lease)
+
+
+def explain_difference(consumer: ModelIdentity, producer: ModelIdentity) -> str:
+    """Why KV of one model is of no use to the other, for people."""
+    return f"the engines differ: {consumer.explain_difference(producer)} (here the consumer, there the producer)"

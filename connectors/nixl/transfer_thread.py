@@ -1,0 +1,153 @@
+"""The thread on which everything moves: it owns sockets, agent, leases and loads, and sleeps when nothing is to do.
+
+::
+
+    forward thread ── run_soon ──┐
+    consumers' messages ─────────┼──> producer, consumer, agent ──> report
+    producers' answers ──────────┤
+    the next deadline ───────────┘
+
+Nothing else touches these objects while the thread runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from pdserve.connectors.nixl.agent import TransferAgent
+from pdserve.connectors.nixl.channels import ProducerChannels
+from pdserve.connectors.nixl.consumer import Consumer
+from pdserve.connectors.nixl.producer import Producer
+from pdserve.connectors.nixl.report import TransferReport
+from pdserve.connectors.nixl.side_channel import ProducerSocket, Sockets
+from pdserve.connectors.nixl.wake_up import WakeUp
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT_S = 1.0
+_PROGRESS_INTERVAL_S = 0.001
+_BACKGROUND_READ_PAUSE_S = 20e-6
+_CHECKSUM_JOIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerSide:
+    """What an engine has that hands KV out."""
+
+    producer: Producer
+    socket: ProducerSocket
+
+
+class TransferThread:
+    """Runs the loop.
+
+    Args:
+        sockets: the poller has those of the two sides.
+        wake_up: wakes the loop.
+        agent: moves blocks.
+        consumer: loads.
+        channels: the consumer's connections.
+        side: hands out; None in an engine that does not.
+        report: counts what is wrong.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        wake_up: WakeUp,
+        *,
+        agent: TransferAgent,
+        consumer: Consumer,
+        channels: ProducerChannels,
+        side: ProducerSide | None,
+        report: TransferReport,
+        clock: Callable[[], float],
+    ) -> None:
+        self._sockets = sockets
+        self._wake_up = wake_up
+        self._agent = agent
+        self._consumer = consumer
+        self._channels = channels
+        self._side = side
+        self._report = report
+        self._clock = clock
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
+        sockets.poller.register(wake_up.fd, zmq.POLLIN)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop; whether it ended in time. A read under way is stopped first. Idempotent."""
+        self._wake_up.run_soon(self._stop)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._turn()
+        finally:
+            self._clean_up()
+
+    def _turn(self) -> None:
+        """One round. An error that nobody foresaw costs the loads under way, not the ones to come."""
+        try:
+            self._sockets.poller.poll(math.ceil(self._get_wait_s() * 1000))
+            self._wake_up.run_all()
+            if self._side is not None:
+                self._serve(self._side)
+            self._channels.receive_into(self._consumer)
+            self._consumer.advance()
+            if self._consumer.is_waiting_for_read:
+                time.sleep(_BACKGROUND_READ_PAUSE_S)
+        except Exception:
+            logger.exception("KV transfers failed in an unforeseen way; those under way are given up")
+            self._report.count_failure("internal")
+            self._consumer.drop_all("an internal error")
+
+    def _serve(self, side: ProducerSide) -> None:
+        for reader, message in side.socket.receive():
+            if message is None:
+                self._report.count_failure("protocol")
+            else:
+                side.producer.receive(reader, message)
+        side.producer.advance()
+        if side.producer.is_read:
+            self._agent.progress()
+
+    def _get_wait_s(self) -> float:
+        """Until something is due; a consumer's first connection and its reads over a network need our progress."""
+        if self._consumer.wants_to_run:
+            return 0.0
+        due = self._consumer.next_due
+        wait_s = _LONGEST_WAIT_S if due is None else due - self._clock()
+        if self._side is not None:
+            due = self._side.producer.next_due
+            if due is not None:
+                wait_s = min(wait_s, due - self._clock())
+            if self._side.producer.is_read:
+                wait_s = min(wait_s, _PROGRESS_INTERVAL_S)
+        return min(max(wait_s, 0.0), _LONGEST_WAIT_S)
+
+    def _clean_up(self) -> None:
+        self._wake_up.close()
+        self._consumer.drop_all("the connector is being closed")
+        if self._side is not None:
+            self._side.producer.close(_CHECKSUM_JOIN_S)
+            self._side.socket.close()
+        self._agent.close()
+        self._sockets.context.term()

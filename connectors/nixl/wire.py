@@ -1,0 +1,137 @@
+"""Messages of the side channel between a consumer and a producer: msgpack, typed, bounded.
+
+::
+
+    consumer                                producer
+      Hello(identity) ─────────────────────>   once for each connection
+      <──── Welcome(agent, memory) or Refused
+      Open(transfer, digest) ──────────────>
+      <────────────────── Opened(blocks) or Refused
+        reads the blocks, and says
+      Extend(transfers) ───────────────────>   now and then
+      Close(transfer) ─────────────────────>   when it has read them all
+      <──────────── Closed(checksums) or Refused: the lease had ended, so nothing that was read counts
+      Cancel(transfer) ────────────────────>   instead of Open or Close: the blocks are free
+
+The producer frees the blocks when it gets Close or Cancel, or when the lease ends.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.connectors.nixl.descriptors import MemoryRegion
+from pdserve.kv_layout import ModelIdentity
+
+WIRE_VERSION = 1
+MAX_FRAME_BYTES = 4 * 1024 * 1024
+"""Block ids and checksums of a prompt of some four million tokens."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A consumer introduces itself."""
+
+    identity: ModelIdentity
+    version: int = WIRE_VERSION
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """Ask for a transfer; ``digest`` is the identity of the prompt that the consumer wants."""
+
+    transfer_id: str
+    digest: bytes
+
+
+class Extend(msgspec.Struct, frozen=True, tag="extend"):
+    """These transfers are still wanted."""
+
+    transfer_ids: list[str]
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    """The blocks have been read; ``num_blocks`` of them."""
+
+    transfer_id: str
+    num_blocks: int
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """The transfer is not needed. Not answered; what is unknown is ignored."""
+
+    transfer_id: str
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Answers Hello.
+
+    Attributes:
+        generation: this incarnation of the producer.
+        identity: its model.
+        agent: what NIXL needs to connect.
+        memory: where its blocks lie.
+    """
+
+    generation: str
+    identity: ModelIdentity
+    agent: bytes
+    memory: MemoryRegion
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """The prompt's blocks, in order, are the consumer's to read until the lease ends."""
+
+    transfer_id: str
+    block_ids: list[int]
+    lease_s: float
+
+
+class Closed(msgspec.Struct, frozen=True, tag="closed"):
+    """The lease held to the end; xxh3_64 of each of the prompt's blocks, little-endian, one after the other."""
+
+    transfer_id: str
+    checksums: bytes
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Hello (then ``transfer_id`` is empty), Open or Close cannot be granted.
+
+    Attributes:
+        transfer_id: which.
+        kind: under which the consumer counts it.
+        reason: for people.
+    """
+
+    transfer_id: str
+    kind: str
+    reason: str
+
+
+ConsumerMessage = Hello | Open | Extend | Close | Cancel
+ProducerMessage = Welcome | Opened | Closed | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_consumer_message_decoder = msgspec.msgpack.Decoder(ConsumerMessage)
+_producer_message_decoder = msgspec.msgpack.Decoder(ProducerMessage)
+
+
+def encode(message: ConsumerMessage | ProducerMessage) -> bytes:
+    """One frame."""
+    return _encoder.encode(message)
+
+
+def decode_consumer_message(frame: bytes) -> ConsumerMessage:
+    """Decode what a consumer sent.
+
+    Raises:
+        msgspec.DecodeError: not a message of this protocol (ValidationError is a subclass).
+    """
+    return _consumer_message_decoder.decode(frame)
+
+
+def decode_producer_message(frame: bytes) -> ProducerMessage:
+    """Decode what a producer sent.
+
+    Raises:
+        msgspec.DecodeError: not a message of this protocol (ValidationError is a subclass).
+    """
+    return _producer_message_decoder.decode(frame)

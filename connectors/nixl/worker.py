@@ -1,0 +1,154 @@
+"""The half beside a model runner: hands wishes to the transfer thread and collects what ended."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+
+import torch
+
+from pdserve.connectors.base import ConnectorContext, ConnectorOutput
+from pdserve.connectors.blocks.failures import WarningLimiter
+from pdserve.connectors.nixl import wire
+from pdserve.connectors.nixl.agent import TransferAgent
+from pdserve.connectors.nixl.channels import ProducerChannels
+from pdserve.connectors.nixl.consumer import Consumer
+from pdserve.connectors.nixl.leases import LeaseTable
+from pdserve.connectors.nixl.messages import Endpoint, StepMetadata
+from pdserve.connectors.nixl.options import AllowedPeers, NixlOptions
+from pdserve.connectors.nixl.pool_memory import PoolMemory
+from pdserve.connectors.nixl.producer import Producer
+from pdserve.connectors.nixl.report import TransferReport
+from pdserve.connectors.nixl.side_channel import ProducerSocket, Sockets
+from pdserve.connectors.nixl.transfer_thread import ProducerSide, TransferThread
+from pdserve.connectors.nixl.wake_up import WakeUp
+from pdserve.kv_layout import KVCacheSpec
+from pdserve.protocol import Role
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class NixlWorker:
+    """Lives on the forward thread; everything that takes time happens on the transfer thread.
+
+    Args:
+        context: the engine.
+        options: the connector's settings.
+    """
+
+    def __init__(self, context: ConnectorContext, options: NixlOptions) -> None:
+        self._context = context
+        self._options = options
+        self._block_size = context.spec.block_size
+        self._report = TransferReport()
+        self._warnings = WarningLimiter(logger, time.monotonic)
+        self._wake_up = WakeUp()
+        self._memory: PoolMemory | None = None
+        self._producer: Producer | None = None
+        self._consumer: Consumer | None = None
+        self._thread: TransferThread | None = None
+
+    def register_kv_caches(self, kv_cache: torch.Tensor, spec: KVCacheSpec) -> None:
+        """Register the memory with NIXL, begin to listen, and start the transfer thread.
+
+        Raises:
+            ConfigError: the memory is of a wrong kind, NIXL does not start, or the address cannot be listened on.
+        """
+        # Not the engine's id alone: an agent's name must never come back, whoever chooses engine ids.
+        generation = f"{self._context.engine_id}/{secrets.token_hex(4)}"
+        memory = PoolMemory(kv_cache, spec)
+        agent = TransferAgent(generation, memory.region, self._options.ucx_devices)
+        sockets = Sockets()
+        channels = ProducerChannels(sockets, AllowedPeers(self._options.allowed_peers))
+        self._memory = memory
+        self._consumer = Consumer(
+            self._context.identity,
+            agent,
+            memory,
+            self._report,
+            self._warnings,
+            open_channel=channels.open,
+            timeout_s=self._options.answer_timeout_s,
+            clock=time.monotonic,
+        )
+        side = self._build_side(generation, agent, memory, sockets) if self._context.role is Role.PREFILL else None
+        self._thread = TransferThread(
+            sockets,
+            self._wake_up,
+            agent=agent,
+            consumer=self._consumer,
+            channels=channels,
+            side=side,
+            report=self._report,
+            clock=time.monotonic,
+        )
+        self._thread.start()
+
+    def start_load_kv(self, metadata: StepMetadata) -> None:
+        """Pass the step's wishes on.
+
+        Held blocks are cleaned of what others left behind the prompt's end while they are still this thread's.
+        """
+        if self._memory is None or metadata.is_empty:
+            return
+        for offer in metadata.offers:
+            self._report.start_sending(offer.request_id)
+            num_tokens_in_last = offer.num_tokens % self._block_size
+            if num_tokens_in_last:
+                self._memory.clear_behind(offer.block_ids[-1], num_tokens_in_last)
+        self._wake_up.run_soon(lambda: self._apply(metadata))
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Loads are asynchronous and move whole blocks: there is nothing to wait for."""
+
+    def save_kv_layer(self, layer: int) -> None:
+        """Blocks stay where they are until a consumer fetches them."""
+
+    def wait_for_save(self) -> None:
+        """Blocks are held, not copied."""
+
+    def get_finished(self, finished_request_ids: Sequence[str]) -> ConnectorOutput:
+        """What ended since the last call."""
+        return self._report.take(finished_request_ids)
+
+    def close(self) -> None:
+        """Stop the transfer thread, so that nothing reads or writes the memory any more. Idempotent."""
+        self._memory = None
+        thread, self._thread = self._thread, None
+        if thread is not None and not thread.close(_CLOSE_TIMEOUT_S):
+            logger.warning("a KV transfer did not end within %g s", _CLOSE_TIMEOUT_S)
+        self._wake_up.close()
+
+    def _build_side(self, generation: str, agent: TransferAgent, memory: PoolMemory, sockets: Sockets) -> ProducerSide:
+        socket = ProducerSocket(sockets, self._options)
+        self._report.tell_scheduler(Endpoint(socket.address, generation))
+        self._producer = Producer(
+            wire.Welcome(generation, self._context.identity, agent.get_metadata(), memory.region),
+            LeaseTable(generation, self._options.lease_s, time.monotonic),
+            memory,
+            self._report,
+            self._warnings,
+            reply=socket.send,
+            run_soon=self._wake_up.run_soon,
+            clock=time.monotonic,
+        )
+        return ProducerSide(self._producer, socket)
+
+    def _apply(self, metadata: StepMetadata) -> None:
+        """On the transfer thread. Loads before cancellations: a load may be cancelled in the step it begins in."""
+        assert self._consumer is not None, "the thread runs only when there is one"
+        if self._producer is not None:
+            for offer in metadata.offers:
+                self._producer.offer(offer)
+            for request_id in metadata.cancelled_offers:
+                self._producer.cancel_request(request_id)
+        for load in metadata.loads:
+            self._consumer.start(load)
+        for request_id in metadata.cancelled_loads:
+            self._consumer.cancel(request_id)
+        for reference in metadata.releases:
+            self._consumer.release(reference)
