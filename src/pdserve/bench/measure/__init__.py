@@ -1,0 +1,1 @@
+"""What was measured: samples of requests, their summary, the machine's rates and the model's floors."""

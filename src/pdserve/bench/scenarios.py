@@ -1,0 +1,100 @@
+"""The work that `compare` gives every server, and the figures that are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.bench.measure.summary import Distribution, Summary
+from pdserve.bench.workload.settings import LoadSettings, WorkloadSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One figure of a run.
+
+    Attributes:
+        name: with its unit.
+        read: takes it out of a summary; None where there is none.
+        is_more_better: rates, as against times.
+    """
+
+    name: str
+    read: Callable[[Summary], float | None]
+    is_more_better: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Requests of a kind, and what they are about.
+
+    Attributes:
+        name: on the command line.
+        purpose: in a few words.
+        workload: the prompts.
+        load: when they are sent.
+        metrics: what is compared.
+    """
+
+    name: str
+    purpose: str
+    workload: WorkloadSettings
+    load: LoadSettings
+    metrics: tuple[Metric, ...]
+
+
+def _ms(read: Callable[[Summary], Distribution | None], share: str) -> Callable[[Summary], float | None]:
+    def read_ms(summary: Summary) -> float | None:
+        values = read(summary)
+        return None if values is None else float(getattr(values, share)) * 1000
+
+    return read_ms
+
+
+def _decode_rate(summary: Summary) -> float | None:
+    return 1 / summary.tpot_s.p50 if summary.tpot_s is not None and summary.tpot_s.p50 > 0 else None
+
+
+TTFT_P50 = Metric("TTFT p50, ms", _ms(lambda summary: summary.ttft_s, "p50"))
+TTFT_P99 = Metric("TTFT p99, ms", _ms(lambda summary: summary.ttft_s, "p99"))
+ITL_P50 = Metric("ITL p50, ms", _ms(lambda summary: summary.itl_s, "p50"))
+ITL_P99 = Metric("ITL p99, ms", _ms(lambda summary: summary.itl_s, "p99"))
+OUTPUT_RATE = Metric("output tokens/s", lambda summary: summary.output_tokens_per_s, is_more_better=True)
+DECODE_RATE = Metric("decode tokens/s", _decode_rate, is_more_better=True)
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(
+            "decode",
+            "one request at a time, 128 tokens of prompt and of answer",
+            WorkloadSettings(num_requests=4, prompt_tokens="128", output_tokens="128"),
+            LoadSettings(max_concurrency=1),
+            (DECODE_RATE,),
+        ),
+        Scenario(
+            "prefill",
+            "one request at a time, 1,024 tokens of prompt, one of answer",
+            WorkloadSettings(num_requests=4, prompt_tokens="1024", output_tokens="1"),
+            LoadSettings(max_concurrency=1),
+            (TTFT_P50,),
+        ),
+        Scenario(
+            "burst",
+            "64 requests at once, 200 + 64 tokens, 32 at a time",
+            WorkloadSettings(num_requests=64, prompt_tokens="200", output_tokens="64"),
+            LoadSettings(max_concurrency=32),
+            (OUTPUT_RATE,),
+        ),
+        Scenario(
+            "poisson",
+            "96 requests of 200 + 64 tokens, 1.6 a second",
+            WorkloadSettings(num_requests=96, prompt_tokens="200", output_tokens="64"),
+            LoadSettings(rate=1.6),
+            (TTFT_P50, TTFT_P99, ITL_P50, ITL_P99),
+        ),
+    )
+}
+
+CUSTOM = "custom"
+CUSTOM_METRICS = (OUTPUT_RATE, TTFT_P50, TTFT_P99, ITL_P50, ITL_P99)

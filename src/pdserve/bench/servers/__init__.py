@@ -1,0 +1,1 @@
+"""Servers that a benchmark starts itself, one at a time, on cores of its choice."""

@@ -1,0 +1,1 @@
+"""Which requests a benchmark sends, and when."""
