@@ -13,14 +13,16 @@ is what files add:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pdserve.connectors.base import ConnectorContext, ConnectorFeatures
 from pdserve.connectors.blocks.block_format import BlockFormat
 from pdserve.connectors.blocks.scheduler import StoreScheduler
 from pdserve.connectors.shared_storage.directory import BlockDirectory
 from pdserve.connectors.shared_storage.index import DirectoryIndex
-from pdserve.connectors.shared_storage.options import CONNECTOR_NAME, parse_options
+from pdserve.connectors.shared_storage.options import CONNECTOR_NAME, get_default_path, parse_options
 
 if TYPE_CHECKING:
     from pdserve.connectors.blocks.worker import StoreWorker
@@ -32,6 +34,11 @@ class SharedStorageConnector:
     """Builds the two halves."""
 
     features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True, is_store=True)
+
+    @classmethod
+    def get_directory(cls, options: Mapping[str, Any]) -> Path:
+        """Where KV lies with these options, for ``pdserve doctor``."""
+        return Path(str(options["path"])).expanduser().absolute() if "path" in options else get_default_path()
 
     @classmethod
     def build_scheduler(cls, context: ConnectorContext) -> StoreScheduler:

@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable
 
+import msgspec
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -20,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pdserve.engine.server.about import About
 from pdserve.engine.server.inbox import Drain, Inbox, Page, Scrape
 from pdserve.engine.server.instance_server import Phase
 
@@ -28,13 +30,20 @@ logger = logging.getLogger(__name__)
 _SCRAPE_TIMEOUT_S = 10.0
 
 
-def build_app(inbox: Inbox, get_phase: Callable[[], Phase], *, debug_blocks: bool = False) -> Starlette:
+def build_app(
+    inbox: Inbox,
+    get_phase: Callable[[], Phase],
+    *,
+    debug_blocks: bool = False,
+    get_about: Callable[[], About] | None = None,
+) -> Starlette:
     """The routes.
 
     Args:
         inbox: the way to the engine's thread.
         get_phase: what the instance is doing; called on this app's thread.
         debug_blocks: whether to tell who holds which KV block.
+        get_about: the instance's description; called on a thread of its own.
     """
 
     async def health(_: Request) -> Response:
@@ -72,6 +81,14 @@ def build_app(inbox: Inbox, get_phase: Callable[[], Phase], *, debug_blocks: boo
         Route("/metrics", metrics),
         Route("/drain", drain, methods=["POST"]),
     ]
+    if get_about is not None:
+
+        async def about(_: Request) -> Response:
+            # A store on a file system that hangs must not hold up /health.
+            found = await asyncio.to_thread(get_about)
+            return Response(msgspec.json.encode(found), media_type="application/json")
+
+        routes.append(Route("/about", about))
     if debug_blocks:
         routes.append(Route("/debug/blocks", blocks))
     return Starlette(routes=routes)

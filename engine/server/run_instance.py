@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from pdserve.engine.server.about import build_about
 from pdserve.engine.server.counters import ServerCounters
 from pdserve.engine.server.http_port import HttpPort, build_app
 from pdserve.engine.server.inbox import Inbox, Page
@@ -106,7 +107,18 @@ class _Instance:
             http=f"http://{host}:{http_socket.getsockname()[1]}",
         )
         self._signals.install()
-        http_port = HttpPort(build_app(self._inbox, self._phase, debug_blocks=settings.debug_blocks), http_socket)
+        app = build_app(
+            self._inbox,
+            self._phase,
+            debug_blocks=settings.debug_blocks,
+            get_about=lambda: build_about(
+                instance_id=instance_id,
+                generation=generation,
+                role=self._role,
+                connector=self._config.engine.connector,
+            ),
+        )
+        http_port = HttpPort(app, http_socket)
         http_port.start()
         try:
             return self._load_and_serve(router_socket, note)
@@ -155,6 +167,7 @@ class _Instance:
             limits=engine.limits,
             connector=self._config.engine.connector.connector,
             load=engine.get_load(),
+            http_port=int(note.http.rpartition(":")[2]),
         )
         return InstanceServer(
             engine,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.commands.doctor import DoctorConfig
 from pdserve.commands.up import UpConfig
 from pdserve.decode.main import DecodeConfig
 from pdserve.prefill.main import PrefillConfig
@@ -30,6 +31,7 @@ ROUTER = """
     --host --port --ready-file --shutdown-timeout-s --log-level --model --served-model-name
     --prefill --decode --heartbeat-interval-s --heartbeat-timeout-s
 """
+DOCTOR = "--router --timeout-s"
 UP = "--prefill --decode --host --port --ask --pin --log-level --drain-timeout-s"
 
 
@@ -40,6 +42,7 @@ UP = "--prefill --decode --host --port --ask --pin --log-level --drain-timeout-s
         (DecodeConfig, (ENGINE, INSTANCE)),
         (RouterSettings, (ROUTER, ROUTING)),
         (UpConfig, (UP, ENGINE, ROUTING)),
+        (DoctorConfig, (DOCTOR, ROUTER, ROUTING)),
     ],
 )
 def test_option_names_are_frozen(root: type, groups: tuple[str, ...]) -> None:
