@@ -50,8 +50,7 @@ class NixlConnector:
         Raises:
             ConfigError: an option is unknown or wrong.
         """
-        parse_options(context)
-        return NixlScheduler(context)
+        return NixlScheduler(context, parse_options(context).lease_s)
 
     @classmethod
     def build_worker(cls, context: ConnectorContext) -> NixlWorker:

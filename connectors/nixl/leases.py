@@ -12,7 +12,6 @@ exactly once: closed by its consumer, cancelled, or expired.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,7 +33,7 @@ class LeaseError(Exception):
 
 
 class LeasePendingError(Exception):
-    """The transfer may be one that this half has not been told of yet: ask again in a moment."""
+    """The transfer may be one that is still to be announced: ask again when one has been."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,8 +110,8 @@ class LeaseTable:
         self._leases[offer.transfer_id] = lease
         return lease
 
-    def open(self, transfer_id: str, digest: bytes, reader: bytes) -> Lease:
-        """Let a consumer read; the lease starts anew.
+    def open(self, transfer_id: str, digest: bytes, reader: bytes) -> None:
+        """A consumer takes the transfer; the lease starts anew.
 
         Args:
             transfer_id: which.
@@ -123,7 +122,6 @@ class LeaseTable:
             LeaseError: there is no such lease, it is somebody else's, or it is of another prompt.
             LeasePendingError: it may come yet.
         """
-        self._check_announced(transfer_id)
         lease = self._get_live(transfer_id)
         if lease.reader is not None:
             raise LeaseError("in_use", "the transfer is being read already")
@@ -131,7 +129,6 @@ class LeaseTable:
             raise LeaseError("foreign", "the transfer is of another prompt")
         lease.reader = reader
         lease.expires_at = self._clock() + self.lease_s
-        return lease
 
     def extend(self, transfer_id: str, reader: bytes) -> None:
         """A sign of life of a lease's reader; anybody else's is ignored, and so is one that comes too late."""
@@ -145,24 +142,23 @@ class LeaseTable:
 
         Raises:
             LeaseError: it ended meanwhile, or never was this reader's.
-        """
-        read_serial(transfer_id, self._generation)
-        lease = self._get_live(transfer_id)
-        if lease.reader != reader:
-            raise LeaseError("in_use", "another consumer has the transfer")
-        return lease
-
-    def cancel(self, transfer_id: str, reader: bytes) -> Lease | None:
-        """End a lease that nobody else reads; None when there is none.
-
-        Raises:
             LeasePendingError: it may come yet.
         """
-        with contextlib.suppress(LeaseError):
-            self._check_announced(transfer_id)
-        lease = self._leases.get(transfer_id)
-        if lease is None or lease.reader not in (None, reader):
-            return None
+        lease = self._get_live(transfer_id)
+        if lease.reader != reader:
+            raise LeaseError("in_use", "the transfer is not this consumer's")
+        return lease
+
+    def cancel(self, transfer_id: str, reader: bytes) -> Lease:
+        """End a lease that nobody else reads.
+
+        Raises:
+            LeaseError: there is none.
+            LeasePendingError: it may come yet.
+        """
+        lease = self._get_live(transfer_id)
+        if lease.reader not in (None, reader):
+            raise LeaseError("in_use", "the transfer is not this consumer's")
         return self.end(lease)
 
     def holds(self, lease: Lease) -> bool:
@@ -186,12 +182,10 @@ class LeaseTable:
             self.end(lease)
         return expired
 
-    def _check_announced(self, transfer_id: str) -> None:
-        if transfer_id not in self._leases and read_serial(transfer_id, self._generation) > self._last_serial:
-            raise LeasePendingError
-
     def _get_live(self, transfer_id: str) -> Lease:
         lease = self._leases.get(transfer_id)
+        if lease is None and read_serial(transfer_id, self._generation) > self._last_serial:
+            raise LeasePendingError
         if lease is None or self._clock() >= lease.expires_at:
             raise LeaseError("expired", "the transfer has ended: taken, cancelled or not fetched in time")
         return lease

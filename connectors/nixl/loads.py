@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pdserve.connectors.blocks.failures import Failure
 from pdserve.connectors.nixl.messages import Load
 from pdserve.connectors.nixl.pool_memory import CHECKSUM_DTYPE, Checksums
 
@@ -17,12 +18,23 @@ class Phase(enum.Enum):
 
     CONNECTING = enum.auto()
     """The producer's answer to Hello."""
-    OPENING = enum.auto()
-    """The producer's answer to Open."""
     READING = enum.auto()
     """Its turn, or the end of a read."""
     CLOSING = enum.auto()
     """The producer's word that the lease held, and its checksums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a load ends before it is whole.
+
+    Attributes:
+        failure: what went wrong; None when nobody wants the blocks any more.
+        tells_producer: the producer does not know yet.
+    """
+
+    failure: Failure | None
+    tells_producer: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -33,25 +45,21 @@ class ActiveLoad:
         load: what was asked for.
         began_at: monotonic seconds.
         deadline: when what it waits for is late; moves with each step forward.
-        extend_at: when the producer needs the next sign of life; meaningful once opened.
-        extend_interval_s: from one sign of life to the next.
+        extend_at: when the producer needs the next sign of life.
         phase: what it waits for.
-        remote_block_ids: where the blocks lie at the producer, in order; known once opened.
         num_started: blocks whose read has begun; what they hold is not to be believed before the end.
         checksums: of the blocks as they arrived, in parts.
-        is_cancelled: the request has ended; the load ends when it can.
+        ending: set when it is to end as soon as nothing is written to its blocks any more.
     """
 
     load: Load
     began_at: float
     deadline: float
-    extend_at: float = 0.0
-    extend_interval_s: float = 0.0
+    extend_at: float = float("inf")
     phase: Phase = Phase.CONNECTING
-    remote_block_ids: Sequence[int] = ()
     num_started: int = 0
     checksums: list[Checksums] = field(default_factory=list)
-    is_cancelled: bool = False
+    ending: Ending | None = None
 
     @property
     def transfer_id(self) -> str:
@@ -59,25 +67,29 @@ class ActiveLoad:
         return self.load.reference.transfer_id
 
     @property
-    def is_opened(self) -> bool:
-        """Whether the producer counts on a sign of life, and on an end."""
-        return self.phase in (Phase.READING, Phase.CLOSING)
-
-    @property
     def num_blocks(self) -> int:
         """Blocks to load."""
         return len(self.load.block_ids)
 
-    def take_opened(self, block_ids: Sequence[int], num_blocks_there: int) -> bool:
-        """The producer told where the prompt's blocks lie; whether that makes sense."""
+    @property
+    def is_read(self) -> bool:
+        """Whether all blocks have been asked for."""
+        return self.num_started == self.num_blocks
+
+    @property
+    def remote_block_ids(self) -> Sequence[int]:
+        """Where the blocks lie at the producer, in order."""
         load = self.load
-        mine = block_ids[load.first_block : load.first_block + self.num_blocks]
-        if len(block_ids) != load.num_prompt_blocks or len(mine) != self.num_blocks:
-            return False
-        if not all(0 <= block_id < num_blocks_there for block_id in mine):
-            return False
-        self.remote_block_ids = mine
-        return True
+        return load.reference.block_ids[load.first_block : load.first_block + self.num_blocks]
+
+    def fits(self, num_blocks_here: int, num_blocks_there: int) -> bool:
+        """Whether all the blocks exist, here and at the producer."""
+        there = self.remote_block_ids
+        return (
+            len(there) == self.num_blocks
+            and all(0 <= block_id < num_blocks_there for block_id in there)
+            and all(0 <= block_id < num_blocks_here for block_id in self.load.block_ids)
+        )
 
     def find_bad_blocks(self, checksums: bytes) -> list[int]:
         """Indices of the loaded blocks that are not what the producer holds.
@@ -88,11 +100,7 @@ class ActiveLoad:
         load = self.load
         expected = np.frombuffer(checksums[: len(checksums) // 8 * 8], dtype=CHECKSUM_DTYPE)
         expected = expected[load.first_block : load.first_block + self.num_blocks]
-        if len(expected) != self.num_blocks:
-            return list(range(self.num_blocks))
         found = np.concatenate(self.checksums)
+        if expected.shape != found.shape:
+            return list(range(self.num_blocks))
         return [int(index) for index in np.flatnonzero(found != expected)]
-
-    def count_good_tokens(self, num_good_blocks: int, block_size: int) -> int:
-        """Tokens, from the load's start, in the first ``num_good_blocks`` blocks."""
-        return min(num_good_blocks * block_size, self.load.num_tokens)

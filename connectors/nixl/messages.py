@@ -12,7 +12,7 @@ from pdserve.protocol import KVTransferParams
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a producer's worker half can be reached.
+    """A producer's worker half, as others reach it.
 
     Attributes:
         address: of the side channel.
@@ -24,15 +24,24 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class TransferReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that a consumer needs to ask a producer for a request's KV.
+    """What a consumer needs to fetch a request's KV; made by the producer, carried by the router.
 
-    It names the transfer and nothing else: which blocks, and what they hold, the producer says when it is asked, so
-    a made-up reference cannot point anywhere.
+    Nothing in it is believed: the producer knows transfers by their ids, and its checksums are of the blocks that it
+    holds for this transfer, so a wrong reference reads bytes that are then thrown away.
+
+    Attributes:
+        transfer_id: under which the producer knows it.
+        generation: the incarnation of the producer.
+        address: of its side channel.
+        lease_s: how long it waits for a sign of life.
+        block_ids: the prompt's blocks there, in order.
     """
 
     transfer_id: str
-    address: str
     generation: str
+    address: str
+    lease_s: float
+    block_ids: list[int]
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -60,7 +69,7 @@ class Load(msgspec.Struct, frozen=True):
         request_id: whose.
         reference: where the KV is.
         digest: identity of the whole prompt: the key of its last block.
-        num_prompt_blocks: blocks of the whole prompt.
+        num_prompt_tokens: of the whole prompt.
         first_block: the first one to load; those before it are here already.
         num_tokens: tokens that the engine counts on, from the first of ``first_block`` on.
         block_ids: where they go, in order.
@@ -69,7 +78,7 @@ class Load(msgspec.Struct, frozen=True):
     request_id: str
     reference: TransferReference
     digest: bytes
-    num_prompt_blocks: int
+    num_prompt_tokens: int
     first_block: int
     num_tokens: int
     block_ids: list[int]
@@ -98,7 +107,7 @@ class StepMetadata(msgspec.Struct, frozen=True):
         return not (self.offers or self.loads or self.releases or self.cancelled_loads or self.cancelled_offers)
 
 
-def build_params(endpoint: Endpoint, offer: Offer, num_bytes: int) -> KVTransferParams:
+def build_params(endpoint: Endpoint, offer: Offer, *, lease_s: float, num_bytes: int) -> KVTransferParams:
     """What goes to the consumer through the router."""
     return KVTransferParams(
         connector=CONNECTOR_NAME,
@@ -106,7 +115,7 @@ def build_params(endpoint: Endpoint, offer: Offer, num_bytes: int) -> KVTransfer
         engine_id=endpoint.generation,
         num_tokens=offer.num_tokens,
         num_bytes=num_bytes,
-        payload={"address": endpoint.address},
+        payload={"address": endpoint.address, "lease_s": lease_s, "block_ids": offer.block_ids},
     )
 
 

@@ -22,6 +22,9 @@ from pdserve.kv_layout import ModelIdentity
 _PATIENCE_S = 2.0
 """How long a message about a transfer may wait for the step that announces it to this half."""
 _MAX_EARLY_MESSAGES = 4096
+_NEVER_OFFERED = "no such transfer was offered"
+
+TransferMessage = wire.Open | wire.Close | wire.Cancel
 
 Reply = Callable[[bytes, wire.ProducerMessage], None]
 
@@ -71,7 +74,7 @@ class Producer:
         self._checksum_threads = TaskThreads("kv-checksum", 1)
         self._checksums: dict[str, bytes] = {}
         self._closing: dict[str, _Closing] = {}
-        self._early: list[tuple[float, bytes, wire.Open | wire.Cancel]] = []
+        self._early: list[tuple[float, bytes, TransferMessage]] = []
 
     # --- the engine's wishes --------------------------------------------------------------------------------
 
@@ -96,15 +99,11 @@ class Producer:
         match message:
             case wire.Hello():
                 self._greet(reader, message)
-            case wire.Open():
-                self._open(reader, message)
             case wire.Extend():
                 for transfer_id in message.transfer_ids:
                     self._leases.extend(transfer_id, reader)
-            case wire.Close():
-                self._close_transfer(reader, message)
-            case wire.Cancel():
-                self._cancel(reader, message)
+            case wire.Open() | wire.Close() | wire.Cancel():
+                self._handle(reader, message)
 
     # --- time ------------------------------------------------------------------------------------------------
 
@@ -135,8 +134,7 @@ class Producer:
         late = [entry for entry in self._early if now >= entry[0]]
         self._early = [entry for entry in self._early if now < entry[0]]
         for _, reader, message in late:
-            if isinstance(message, wire.Open):
-                self._refuse(reader, message.transfer_id, "unknown", "no such transfer was offered")
+            self._refuse(reader, message.transfer_id, "unknown", _NEVER_OFFERED)
 
     def close(self, timeout_s: float) -> None:
         """Stop the checksum thread."""
@@ -153,41 +151,26 @@ class Producer:
         else:
             self._reply(reader, self._welcome)
 
-    def _open(self, reader: bytes, message: wire.Open) -> None:
+    def _handle(self, reader: bytes, message: TransferMessage) -> None:
+        """Do what a message about one transfer says, now or when the transfer is announced."""
         try:
-            lease = self._leases.open(message.transfer_id, message.digest, reader)
-        except LeasePendingError:
-            if not self._keep(reader, message):
-                self._refuse(reader, message.transfer_id, "unknown", "no such transfer was offered")
+            match message:
+                case wire.Open():
+                    self._leases.open(message.transfer_id, message.digest, reader)
+                case wire.Close():
+                    lease = self._leases.get_read(message.transfer_id, reader)
+                    self._closing[message.transfer_id] = _Closing(reader, message.num_blocks)
+                    self._settle(lease)
+                case wire.Cancel():
+                    self._end(self._leases.cancel(message.transfer_id, reader), ok=True)
         except LeaseError as error:
-            self._refuse(reader, message.transfer_id, error.kind, error.reason)
-        else:
-            self._reply(reader, wire.Opened(message.transfer_id, lease.offer.block_ids, self._leases.lease_s))
-
-    def _cancel(self, reader: bytes, message: wire.Cancel) -> None:
-        try:
-            lease = self._leases.cancel(message.transfer_id, reader)
+            if not isinstance(message, wire.Cancel):
+                self._refuse(reader, message.transfer_id, error.kind, error.reason)
         except LeasePendingError:
-            self._keep(reader, message)
-        else:
-            if lease is not None:
-                self._end(lease, ok=True)
-
-    def _keep(self, reader: bytes, message: wire.Open | wire.Cancel) -> bool:
-        """Look at a message again when the next offer comes; False when there are too many."""
-        if len(self._early) >= _MAX_EARLY_MESSAGES:
-            return False
-        self._early.append((self._clock() + _PATIENCE_S, reader, message))
-        return True
-
-    def _close_transfer(self, reader: bytes, message: wire.Close) -> None:
-        try:
-            lease = self._leases.get_read(message.transfer_id, reader)
-        except LeaseError as error:
-            self._refuse(reader, message.transfer_id, error.kind, error.reason)
-            return
-        self._closing[message.transfer_id] = _Closing(reader, message.num_blocks)
-        self._settle(lease)
+            if len(self._early) < _MAX_EARLY_MESSAGES:
+                self._early.append((self._clock() + _PATIENCE_S, reader, message))
+            else:
+                self._refuse(reader, message.transfer_id, "unknown", _NEVER_OFFERED)
 
     def _settle(self, lease: Lease) -> None:
         """Close the lease, if its reader is through and the checksums are known."""

@@ -36,10 +36,12 @@ class NixlScheduler:
 
     Args:
         context: the engine.
+        lease_s: how long this engine's blocks wait for a consumer.
     """
 
-    def __init__(self, context: ConnectorContext) -> None:
+    def __init__(self, context: ConnectorContext, lease_s: float) -> None:
         self._spec = context.spec
+        self._lease_s = lease_s
         self._endpoint: Endpoint | None = None
         self._serials = itertools.count()
         self._redeemed: set[str] = set()
@@ -84,7 +86,7 @@ class NixlScheduler:
                 request_id=request.request_id,
                 reference=reference,
                 digest=request.block_keys[-1].digest,
-                num_prompt_blocks=len(request.block_keys),
+                num_prompt_tokens=request.num_prompt_tokens,
                 first_block=first,
                 num_tokens=num_external_tokens,
                 block_ids=list(block_ids[first:end]),
@@ -131,7 +133,8 @@ class NixlScheduler:
             block_ids=list(block_ids[:num_blocks]),
         )
         self._offers.append(offer)
-        params = build_params(self._endpoint, offer, num_blocks * self._spec.block_bytes)
+        num_bytes = num_blocks * self._spec.block_bytes
+        params = build_params(self._endpoint, offer, lease_s=self._lease_s, num_bytes=num_bytes)
         return FinishDecision(hold_blocks=True, kv_transfer_params=params)
 
     def close(self) -> None:
@@ -141,4 +144,6 @@ class NixlScheduler:
         """The request's reference, until it is redeemed: it is good for one load, whatever that load brings."""
         if request.request_id in self._redeemed:
             return None
-        return read_params(request.kv_transfer_params)
+        reference = read_params(request.kv_transfer_params)
+        is_of_prompt = reference is not None and len(reference.block_ids) == len(request.block_keys)
+        return reference if is_of_prompt else None

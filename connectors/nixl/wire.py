@@ -5,15 +5,16 @@
     consumer                                producer
       Hello(identity) ─────────────────────>   once for each connection
       <──── Welcome(agent, memory) or Refused
-      Open(transfer, digest) ──────────────>
-      <────────────────── Opened(blocks) or Refused
-        reads the blocks, and says
+      Open(transfer, digest) ──────────────>   the transfer is this consumer's now
+      <─────────────── Refused, if it cannot be
+        reads the blocks meanwhile, and says
       Extend(transfers) ───────────────────>   now and then
       Close(transfer) ─────────────────────>   when it has read them all
       <──────────── Closed(checksums) or Refused: the lease had ended, so nothing that was read counts
       Cancel(transfer) ────────────────────>   instead of Open or Close: the blocks are free
 
-The producer frees the blocks when it gets Close or Cancel, or when the lease ends.
+The producer frees the blocks when it gets Close or Cancel, or when the lease ends. A transfer costs one round trip:
+what a consumer reads before it knows whether it may is worth nothing until Closed comes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pdserve.kv_layout import ModelIdentity
 
 WIRE_VERSION = 1
 MAX_FRAME_BYTES = 4 * 1024 * 1024
-"""Block ids and checksums of a prompt of some four million tokens."""
+"""Checksums of a prompt of some eight million tokens."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -36,7 +37,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """Ask for a transfer; ``digest`` is the identity of the prompt that the consumer wants."""
+    """Take a transfer; ``digest`` is the identity of the prompt that the consumer wants. Answered only by Refused."""
 
     transfer_id: str
     digest: bytes
@@ -77,14 +78,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     memory: MemoryRegion
 
 
-class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """The prompt's blocks, in order, are the consumer's to read until the lease ends."""
-
-    transfer_id: str
-    block_ids: list[int]
-    lease_s: float
-
-
 class Closed(msgspec.Struct, frozen=True, tag="closed"):
     """The lease held to the end; xxh3_64 of each of the prompt's blocks, little-endian, one after the other."""
 
@@ -107,7 +100,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 ConsumerMessage = Hello | Open | Extend | Close | Cancel
-ProducerMessage = Welcome | Opened | Closed | Refused
+ProducerMessage = Welcome | Closed | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _consumer_message_decoder = msgspec.msgpack.Decoder(ConsumerMessage)
