@@ -20,7 +20,7 @@ from pdserve.kernels.base import AttentionMetadata, LinearWeight
 from pdserve.kernels.cpp_decoder import CppDecoder
 from pdserve.kernels.cpp_step import CppAttention, build_heads, build_linear, build_step
 from pdserve.kernels.decoder import DecoderShape, LayerWeights
-from pdserve.kernels.native_library import choose_variant, load_library, require_memory
+from pdserve.kernels.native_library import choose_variant, load_library, require_done
 from pdserve.kernels.weight_memory import WeightMemory
 
 PANEL_OUTPUTS = 32
@@ -157,7 +157,7 @@ class CppBackend:
             out_TO.data_ptr(),
             self.get_num_threads(),
         )
-        require_memory(status)
+        require_done(status)
         return out_TO
 
     def _probe_digest(self) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pdserve.kernels.base import AttentionMetadata, Rotation
 from pdserve.kernels.cpp_step import build_heads, build_kv_layer, build_linear, build_step, set_rotation
 from pdserve.kernels.decoder import DecoderShape, LayerHook, LayerWeights
-from pdserve.kernels.native_library import NativeDecoder, NativeLayer, require_memory
+from pdserve.kernels.native_library import NativeDecoder, NativeLayer, require_done
 
 
 class CppDecoder:
@@ -84,7 +84,7 @@ class CppDecoder:
                 first_stage,
                 last_stage,
             )
-            require_memory(status)
+            require_done(status)
 
         if on_layer is None:
             run(0, 2 * len(self._layers))

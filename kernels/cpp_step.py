@@ -17,7 +17,7 @@ from pdserve.kernels.native_library import (
     NativeLinear,
     NativeProjected,
     NativeStep,
-    require_memory,
+    require_done,
 )
 
 
@@ -63,13 +63,15 @@ def build_kv_layer(kv_layer: Tensor) -> NativeKvLayer:
     _, _, _, block_size, head_dim = kv_layer.shape
     assert kv_layer.stride(4) == 1
     assert kv_layer.stride(3) == head_dim
+    assert block_size & (block_size - 1) == 0
     assert kv_layer.dtype in (torch.bfloat16, torch.float32)
     return NativeKvLayer(
         kv_layer.data_ptr(),
         kv_layer.stride(0),
         kv_layer.stride(1),
         kv_layer.stride(2),
-        block_size,
+        block_size.bit_length() - 1,
+        kv_layer.shape[0],
         int(kv_layer.dtype == torch.float32),
     )
 
@@ -109,13 +111,14 @@ class CppAttention:
             q_TNH.data_ptr(), k_TKH.data_ptr(), v_TKH.data_ptr(), q_TNH.stride(0), k_TKH.stride(0), v_TKH.stride(0)
         )
         out_TNH = torch.empty(q_TNH.shape, dtype=torch.bfloat16)
-        self._library.pds_rotate_and_store(
+        status = self._library.pds_rotate_and_store(
             byref(projected),
             byref(self._step.native),
             byref(build_kv_layer(kv_layer)),
             byref(heads),
             out_TNH.data_ptr(),
         )
+        require_done(status)
         return out_TNH
 
     def attend(self, q_TNH: Tensor, kv_layer: Tensor) -> Tensor:
@@ -133,7 +136,7 @@ class CppAttention:
             byref(heads),
             out_TNH.data_ptr(),
         )
-        require_memory(status)
+        require_done(status)
         return out_TNH
 
     def _require_layer(self, kv_layer: Tensor) -> None:

@@ -59,7 +59,8 @@ class NativeKvLayer(Structure):
         ("block_stride", c_int64),
         ("value_stride", c_int64),
         ("head_stride", c_int64),
-        ("block_size", c_int64),
+        ("block_shift", c_int64),
+        ("num_blocks", c_int64),
         ("is_float", c_int64),
     )
 
@@ -121,7 +122,7 @@ _SIGNATURES = {
     "pds_add_rms_norm": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64)),
     "pds_silu_mul": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64)),
     "pds_rotate_and_store": (
-        None,
+        c_int,
         (POINTER(NativeProjected), POINTER(NativeStep), POINTER(NativeKvLayer), POINTER(NativeHeads), c_void_p),
     ),
     "pds_attend": (
@@ -146,14 +147,18 @@ _SIGNATURES = {
 }
 
 
-def require_memory(status: int) -> None:
-    """Raise if a kernel could not have its scratch memory.
+def require_done(status: int) -> None:
+    """Raise unless ``status``, what a kernel returned, says that it is done.
 
     Raises:
-        MemoryError: ``status`` says so.
+        MemoryError: it could not have its scratch memory.
+        IndexError: a block id or slot lies outside the KV memory; nothing was read or written.
     """
-    if status != 0:
+    if status == 1:
         raise MemoryError("a kernel could not have its scratch memory")
+    if status == 2:
+        raise IndexError("a block id or slot of this step lies outside the KV memory")
+    assert status == 0
 
 
 def get_supported_variants() -> tuple[Variant, ...]:

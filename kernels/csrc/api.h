@@ -27,7 +27,8 @@ struct KvLayer {
   int64_t block_stride;
   int64_t value_stride;  // from a block's keys to its values
   int64_t head_stride;
-  int64_t block_size;
+  int64_t block_shift;  // S = 2^block_shift
+  int64_t num_blocks;
   int64_t is_float;  // 1 float32, 0 bfloat16
 };
 

@@ -3,7 +3,8 @@
 //
 // An item is some tokens of one request and some KV heads. For each tile of 128 keys, from position 0, and each head
 //
-//   keys    -> panels of 32 keys, values -> panels of 32 dims, zeros where a key does not exist
+//   keys    -> panels of 32 keys, zeros where a key does not exist
+//   values  -> panels of 32 dims in float32; for few rows they are read where they lie, in the same order
 //   rows    query heads that share the KV head, token-major: row = token * G + head of the group
 //   scores  = rows @ keys;  M = max(M, scores);  p = 2^(scores - M), float32
 //   sum     = sum * 2^(M_old - M) + sum(p);  acc = acc * 2^(M_old - M) + p @ values
@@ -13,35 +14,15 @@
 #pragma once
 
 #include "elementwise.h"
-#include "gemm.h"
+#include "kv_tiles.h"
 
 namespace {
 
-constexpr int64_t kTileKeys = 128;
 constexpr int64_t kItemRows = 384;  // so that rows and sums fit the second-level cache, and packing a tile pays
 constexpr float kMinusInfinity = -__builtin_inff();
 
-PDS_INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-PDS_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-struct Item {
-  int64_t request;
-  int64_t first_token, last_token;  // packed tokens [first, last)
-  int64_t first_head, last_head;    // KV heads [first, last)
-};
-
-struct AttentionCall {
-  const uint16_t* q;  // [T, N, H], rotated
-  uint16_t* out;      // [T, N, H]
-  const Step* step;
-  const KvLayer* kv;
-  const Heads* heads;
-  const Item* items;
-  int64_t num_items;
-};
-
-// How scores and outputs are computed for a KV element type. Queries and keys of bfloat16 have exact products;
-// probabilities would lose three digits in bfloat16, so they stay float32.
+// How scores are computed for a KV element type. Queries and keys of bfloat16 have exact products; probabilities would
+// lose three digits in bfloat16, so outputs are computed in float32 for both types.
 template <class Kv>
 struct KvMath;
 template <>
@@ -51,136 +32,70 @@ struct KvMath<uint16_t> {
 #else
   using Scores = WideMath;
 #endif
-  using Values = WideMath;
 };
 template <>
 struct KvMath<float> {
   using Scores = FloatMath;
-  using Values = FloatMath;
 };
 
-// --- packing: n keys or values of one head, in blocks, become panels ---
-
-#if PDS_LEVEL >= 2
-// to[c * kPanel + r] = from[r * stride + c], 16 x 16 words.
-PDS_INLINE void transpose_16(const uint32_t* from, int64_t stride, uint32_t* to) {
-  __m512i a[16], b[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(from + i * stride);
+// One row of values at a time, in `vectors` vectors of which the last may have `left` elements.
+template <class Kv, int rows, int vectors>
+PDS_INLINE void add_columns(const float* probabilities, const Kv* values, int64_t count, int64_t head_dim, int64_t left,
+                            const Kv* ahead, float* acc, int64_t acc_width) {
+  Vec sums[rows][vectors];
 #pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-  }
+  for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    for (int v = 0; v < vectors; ++v) sums[r][v] = load(acc + r * acc_width + v * kWidth);
   }
-  // a[4 g + c] holds, in its 128-bit quarter q, column 4 q + c of rows 4 g to 4 g + 3.
+  for (int64_t k = 0; k < count; ++k) {
+    const Kv* value = values + k * head_dim;
+    Vec weight[vectors];
 #pragma GCC unroll 4
-  for (int c = 0; c < 4; ++c) {
-    b[c] = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);
-    b[4 + c] = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
-    b[8 + c] = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
-    b[12 + c] = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
-  }
+    for (int v = 0; v < vectors; ++v) {
+      if (v * kWidth * sizeof(Kv) % 64 == 0) __builtin_prefetch(ahead + k * head_dim + v * kWidth, 0, 2);
+      weight[v] = load_some(value + v * kWidth, vectors > 1 ? kWidth : left);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+      const Vec p = splat(probabilities[r * kTileKeys + k]);
 #pragma GCC unroll 4
-  for (int c = 0; c < 4; ++c) {
-    _mm512_storeu_si512(to + (0 + c) * kPanel, _mm512_shuffle_i32x4(b[c], b[8 + c], 0x88));
-    _mm512_storeu_si512(to + (8 + c) * kPanel, _mm512_shuffle_i32x4(b[c], b[8 + c], 0xdd));
-    _mm512_storeu_si512(to + (4 + c) * kPanel, _mm512_shuffle_i32x4(b[4 + c], b[12 + c], 0x88));
-    _mm512_storeu_si512(to + (12 + c) * kPanel, _mm512_shuffle_i32x4(b[4 + c], b[12 + c], 0xdd));
-  }
-}
-#endif
-
-// Puts `count` keys of `words` 32-bit words each, one after another, at `column` of a panel.
-PDS_INLINE void transpose_keys(const void* keys, int64_t words, int64_t count, uint32_t* to) {
-  const auto* from = static_cast<const unsigned char*>(keys);
-  int64_t done = 0;
-#if PDS_LEVEL >= 2
-  for (; count - done >= 16; done += 16) {
-    const auto* base = reinterpret_cast<const uint32_t*>(from) + done * words;
-    int64_t w = 0;
-    for (; w + 16 <= words; w += 16) transpose_16(base + w, words, to + w * kPanel + done);
-    for (int64_t r = 0; r < 16; ++r) {
-      for (int64_t rest = w; rest < words; ++rest) {
-        memcpy(to + rest * kPanel + done + r, base + r * words + rest, sizeof(uint32_t));
-      }
+      for (int v = 0; v < vectors; ++v) sums[r][v] = fma(p, weight[v], sums[r][v]);
     }
   }
-#endif
-  for (; done < count; ++done) {
-    for (int64_t w = 0; w < words; ++w) {
-      memcpy(to + w * kPanel + done, from + (done * words + w) * 4, sizeof(uint32_t));
-    }
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) store(acc + r * acc_width + v * kWidth, sums[r][v]);
   }
 }
 
-PDS_INLINE void pack_value_pair(const uint16_t* first, const uint16_t* second, int64_t dims, uint16_t* to) {
-  for (int64_t i = 0; i < dims; ++i) {
-    const uint32_t pair = first[i] | static_cast<uint32_t>(second[i]) << 16;
-    memcpy(to + 2 * i, &pair, sizeof pair);
+// acc [rows, head_dim] += probabilities [rows, count] @ values [count, head_dim], key by key as FloatMath does.
+template <class Kv, int rows>
+void add_values(const float* probabilities, const Kv* values, int64_t count, int64_t head_dim, const Kv* ahead,
+                float* acc, int64_t acc_width) {
+  constexpr int vectors = PDS_LEVEL >= 2 && rows <= 5 ? 4 : 2;
+  int64_t dim = 0;
+  for (; dim + vectors * kWidth <= head_dim; dim += vectors * kWidth) {
+    add_columns<Kv, rows, vectors>(probabilities, values + dim, count, head_dim, kWidth, ahead + dim, acc + dim, acc_width);
+  }
+  for (; dim < head_dim; dim += kWidth) {
+    add_columns<Kv, rows, 1>(probabilities, values + dim, count, head_dim, head_dim - dim, ahead + dim, acc + dim, acc_width);
   }
 }
-PDS_INLINE void pack_value_pair(const float* first, const float* second, int64_t dims, float* to) {
-  memcpy(to, first, static_cast<size_t>(dims) * sizeof(float));
-  memcpy(to + kPanel, second, static_cast<size_t>(dims) * sizeof(float));
-}
 
-// One head's part of a key tile.
+constexpr int64_t kFewRows = 8;
+
 template <class Kv>
-struct TilePacker {
-  const KvLayer& kv;
-  const int64_t* blocks;  // of the request
-  int64_t head_dim;
-  int64_t first_key, num_keys;
+using AddValues = void (*)(const float*, const Kv*, int64_t, int64_t, const Kv*, float*, int64_t);
 
-  const Kv* find(int64_t head, int64_t key) const {
-    const int64_t position = first_key + key;
-    return static_cast<const Kv*>(kv.base) + blocks[position / kv.block_size] * kv.block_stride +
-           head * kv.head_stride + position % kv.block_size * head_dim;
-  }
-
-  void pack_keys(int64_t head, Kv* panels) const {
-    const int64_t words = head_dim * static_cast<int64_t>(sizeof(Kv)) / 4, panel_words = words * kPanel;
-    auto* to = reinterpret_cast<uint32_t*>(panels);
-    if (num_keys % kPanel != 0) memset(to + num_keys / kPanel * panel_words, 0, static_cast<size_t>(panel_words) * 4);
-    for (int64_t key = 0; key < num_keys;) {
-      const int64_t in_block = kv.block_size - (first_key + key) % kv.block_size;
-      const int64_t in_panel = kPanel - key % kPanel;
-      const int64_t count = least(least(in_block, in_panel), num_keys - key);
-      transpose_keys(find(head, key), words, count, to + key / kPanel * panel_words + key % kPanel);
-      key += count;
-    }
-  }
-
-  // Panels of 32 dims, each [kTileKeys / 2][32][2] or [kTileKeys / 2][2][32].
-  void pack_values(int64_t head, Kv* panels, const Kv* zeros) const {
-    for (int64_t key = 0; key < num_keys; key += 2) {
-      const Kv* first = find(head, key) + kv.value_stride;
-      const Kv* second = key + 1 < num_keys ? find(head, key + 1) + kv.value_stride : zeros;
-      for (int64_t dim = 0; dim < head_dim; dim += kPanel) {
-        Kv* to = panels + dim * kTileKeys + key * kPanel;
-        pack_value_pair(first + dim, second + dim, least(kPanel, head_dim - dim), to);
-      }
-    }
-  }
-
-  // Asks for one block's keys and values of `head`; the block may be anywhere.
-  void prefetch_block(int64_t head, int64_t key) const {
-    const auto* keys = reinterpret_cast<const char*>(find(head, key));
-    const auto* values = keys + kv.value_stride * static_cast<int64_t>(sizeof(Kv));
-    const int64_t num_bytes = least(kv.block_size, num_keys - key) * head_dim * static_cast<int64_t>(sizeof(Kv));
-    for (int64_t i = 0; i < num_bytes; i += 64) {
-      __builtin_prefetch(keys + i, 0, 2);
-      __builtin_prefetch(values + i, 0, 2);
-    }
-  }
-};
+template <class Kv>
+AddValues<Kv> few_rows_function(int64_t rows) {
+  static constexpr AddValues<Kv> functions[kFewRows] = {add_values<Kv, 1>, add_values<Kv, 2>, add_values<Kv, 3>,
+                                                        add_values<Kv, 4>, add_values<Kv, 5>, add_values<Kv, 6>,
+                                                        add_values<Kv, 7>, add_values<Kv, 8>};
+  return functions[rows - 1];
+}
 
 // --- one row ---
 
@@ -228,36 +143,30 @@ PDS_INLINE void update_row(float* scores, int64_t seen, int64_t width, float sca
 template <class Kv>
 class ItemWork {
   using Scores = typename KvMath<Kv>::Scores;
-  using Values = typename KvMath<Kv>::Values;
   using Row = typename Scores::Row;
 
  public:
-  ItemWork(const AttentionCall& call, const Item& item)
+  ItemWork(const AttentionCall& call, int64_t index)
       : call_(call),
-        item_(item),
+        item_(call.items[index]),
+        index_(index),
         head_dim_(call.heads->head_dim),
         group_(call.heads->num_heads / call.heads->num_kv_heads),
-        rows_((item.last_token - item.first_token) * group_),
+        rows_((item_.last_token - item_.first_token) * group_),
         acc_width_(round_up(head_dim_, kPanel)),
-        blocks_(call.step->block_table + item.request * call.step->table_stride) {
-    const int64_t behind = call.step->query_start_loc[item.request + 1] - item.first_token;
-    first_position_ = call.step->seq_lens[item.request] - behind;
-  }
+        num_keys_(call.num_keys(index)),
+        first_position_(num_keys_ - (item_.last_token - item_.first_token)) {}
 
   // False when there is no memory.
   bool run() {
     if (!reserve()) return false;
     load_queries();
-    const int64_t num_keys = first_position_ + item_.last_token - item_.first_token;
-    for (int64_t first_key = 0; first_key < num_keys; first_key += kTileKeys) {
-      const TilePacker<Kv> packer{*call_.kv, blocks_, head_dim_, first_key, least(kTileKeys, num_keys - first_key)};
-      const TilePacker<Kv> next{*call_.kv, blocks_, head_dim_, first_key + kTileKeys,
-                                least(kTileKeys, num_keys - first_key - kTileKeys)};
+    for (int64_t first_key = 0; first_key < num_keys_; first_key += kTileKeys) {
+      const KeyTile<Kv> tile{&call_, index_, first_key, least(kTileKeys, num_keys_ - first_key)};
       for (int64_t head = item_.first_head; head < item_.last_head; ++head) {
-        for (int64_t key = 0; key < next.num_keys; key += call_.kv->block_size) next.prefetch_block(head, key);
-        packer.pack_keys(head, key_panels_);
-        packer.pack_values(head, value_panels_, zeros_);
-        attend_tile(head - item_.first_head, packer);
+        tile.pack_keys(head, key_panels_);
+        if (rows_ > kFewRows) tile.pack_values(head, value_panels_);
+        attend_tile(head, tile);
       }
     }
     store_results();
@@ -274,20 +183,18 @@ class ItemWork {
 
   bool reserve() {
     const int64_t all_rows = rows_ * (item_.last_head - item_.first_head);
-    const int64_t num_bytes = (all_rows * head_dim_ + kTileKeys * (head_dim_ + acc_width_) + acc_width_) * 4 +
-                              all_rows * (acc_width_ + 2) * 4 + kTileRows * kTileKeys * 4 + 16 * 64;
+    const int64_t num_bytes = 4 * (all_rows * (head_dim_ + acc_width_ + 2) + kTileKeys * (head_dim_ + acc_width_) +
+                                   kTileRows * kTileKeys) + 8 * 64;
     auto* memory = static_cast<char*>(pds::scratch(pds::kAttention, static_cast<size_t>(num_bytes)));
     if (memory == nullptr) return false;
     queries_ = take<Row>(memory, all_rows * head_dim_);
     key_panels_ = take<Kv>(memory, kTileKeys * head_dim_);
-    value_panels_ = take<Kv>(memory, kTileKeys * acc_width_);
-    zeros_ = take<Kv>(memory, acc_width_);
+    value_panels_ = take<float>(memory, kTileKeys * acc_width_);
     acc_ = take<float>(memory, all_rows * acc_width_);
     states_ = take<RowState>(memory, all_rows);
     scores_ = take<float>(memory, kTileRows * kTileKeys);
-    memset(zeros_, 0, static_cast<size_t>(acc_width_) * sizeof(Kv));
     // Columns of a value panel that hold no dim are multiplied too; their results are not used.
-    if (acc_width_ != head_dim_) memset(value_panels_, 0, static_cast<size_t>(kTileKeys * acc_width_) * sizeof(Kv));
+    if (acc_width_ != head_dim_) memset(value_panels_, 0, static_cast<size_t>(kTileKeys * acc_width_) * sizeof(float));
     memset(acc_, 0, static_cast<size_t>(all_rows * acc_width_) * sizeof(float));
     for (int64_t r = 0; r < all_rows; ++r) states_[r] = {kMinusInfinity, 0.0f};
     return true;
@@ -306,19 +213,25 @@ class ItemWork {
 
   int64_t position_of(int64_t row) const { return first_position_ + row / group_; }
 
-  void attend_tile(int64_t head, const TilePacker<Kv>& packer) {
-    const Cut tiles(rows_, kTileRows);
-    for (int64_t t = 0; t < tiles.parts; ++t) {
-      const int64_t row = tiles.begin(t), count = tiles.begin(t + 1) - row;
-      const int64_t seen = least(packer.num_keys, position_of(row + count - 1) + 1 - packer.first_key);
-      if (seen > 0) attend_rows(head * rows_ + row, row, count, seen, packer.first_key);
+  void attend_tile(int64_t head, const KeyTile<Kv>& tile) {
+    const Cut cut(rows_, kTileRows);
+    for (int64_t t = 0; t < cut.parts; ++t) {
+      const int64_t row = cut.begin(t), count = cut.begin(t + 1) - row;
+      const int64_t seen = least(tile.num_keys, position_of(row + count - 1) + 1 - tile.first_key);
+      if (seen <= 0) continue;
+      const int64_t index = (head - item_.first_head) * rows_ + row;
+      score_rows(index, row, count, seen, tile.first_key);
+      if (rows_ > kFewRows) {
+        add_packed_values(index, count, seen);
+      } else {
+        add_values_in_place(index, count, head, {&call_, index_, tile.first_key, seen});
+      }
     }
   }
 
-  // `count` rows against the `seen` first keys of the tile at `first_key`.
-  void attend_rows(int64_t index, int64_t row, int64_t count, int64_t seen, int64_t first_key) {
+  // Probabilities of the `seen` first keys of the tile at `first_key`, for `count` rows.
+  void score_rows(int64_t index, int64_t row, int64_t count, int64_t seen, int64_t first_key) {
     const TileFunction<Scores> multiply = tile_function<Scores>(count);
-    const TileFunction<Values> add_values = tile_function<Values>(count);
     const Row* queries = queries_ + index * head_dim_;
     float* acc = acc_ + index * acc_width_;
     const Ahead nothing{reinterpret_cast<const char*>(queries), 0};
@@ -331,10 +244,23 @@ class ItemWork {
       update_row(scores_ + r * kTileKeys, least(seen, position_of(row + r) + 1 - first_key), width, scale,
                  states_[index + r], acc + r * acc_width_, acc_width_);
     }
+  }
+
+  void add_packed_values(int64_t index, int64_t count, int64_t seen) {
+    const TileFunction<FloatMath> multiply = tile_function<FloatMath>(count);
+    float* acc = acc_ + index * acc_width_;
+    const Ahead nothing{reinterpret_cast<const char*>(acc), 0};
     for (int64_t dim = 0; dim < acc_width_; dim += kPanel) {
-      add_values(scores_, kTileKeys, value_panels_ + dim * kTileKeys, (seen + 1) / 2, acc + dim, acc_width_, true,
-                 nothing);
+      multiply(scores_, kTileKeys, value_panels_ + dim * kTileKeys, (seen + 1) / 2, acc + dim, acc_width_, true, nothing);
     }
+  }
+
+  void add_values_in_place(int64_t index, int64_t count, int64_t head, const KeyTile<Kv>& seen) {
+    const AddValues<Kv> add = few_rows_function<Kv>(count);
+    float* acc = acc_ + index * acc_width_;
+    seen.for_each_run(head, 1, [&](const Kv* values, int64_t key, int64_t run, const Kv* ahead) {
+      add(scores_ + key, values, run, head_dim_, ahead, acc, acc_width_);
+    });
   }
 
   void store_results() {
@@ -353,11 +279,10 @@ class ItemWork {
 
   const AttentionCall& call_;
   const Item& item_;
-  int64_t head_dim_, group_, rows_, acc_width_, first_position_;
-  const int64_t* blocks_;
+  int64_t index_, head_dim_, group_, rows_, acc_width_, num_keys_, first_position_;
   Row* queries_;
-  Kv *key_panels_, *value_panels_, *zeros_;
-  float *acc_, *scores_;
+  Kv* key_panels_;
+  float *value_panels_, *acc_, *scores_;
   RowState* states_;
 };
 
@@ -397,9 +322,7 @@ bool attend(const uint16_t* q, const Step& step, const KvLayer& kv, const Heads&
       step.threads, count,
       [](void* context, int64_t index) {
         auto& own = *static_cast<Shared*>(context);
-        const Item& item = own.call.items[index];
-        const bool done = own.call.kv->is_float ? ItemWork<float>(own.call, item).run()
-                                                : ItemWork<uint16_t>(own.call, item).run();
+        const bool done = own.call.kv->is_float ? ItemWork<float>(own.call, index).run() : ItemWork<uint16_t>(own.call, index).run();
         if (!done) __atomic_store_n(&own.failed, 1, __ATOMIC_RELAXED);
       },
       &shared);

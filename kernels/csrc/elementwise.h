@@ -81,7 +81,7 @@ void rotate_and_store_token(const Projected& in, const Step& step, const KvLayer
   for (int64_t n = 0; n < heads.num_heads; ++n) {
     rotate_head(in.q + t * in.q_stride + n * width, cos, sin, width, q_out + n * width);
   }
-  const int64_t block = step.slot_mapping[t] / kv.block_size, offset = step.slot_mapping[t] % kv.block_size;
+  const int64_t block = step.slot_mapping[t] >> kv.block_shift, offset = step.slot_mapping[t] - (block << kv.block_shift);
   Kv* keys = static_cast<Kv*>(kv.base) + block * kv.block_stride + offset * width;
   for (int64_t k = 0; k < heads.num_kv_heads; ++k) {
     Kv* key = keys + k * kv.head_stride;

@@ -8,7 +8,7 @@
 
 namespace {
 
-enum Status : int { kDone = 0, kNoMemory = 1 };
+enum Status : int { kDone = 0, kNoMemory = 1, kOutsidePool = 2 };
 
 }  // namespace
 
@@ -46,12 +46,15 @@ PDS_API void pds_silu_mul(const uint16_t* gate_up, int64_t rows, int64_t width, 
   silu_mul(gate_up, rows, width, out, threads);
 }
 
-PDS_API void pds_rotate_and_store(const Projected* in, const Step* step, const KvLayer* kv, const Heads* heads,
-                                  uint16_t* q_out) {
+PDS_API int pds_rotate_and_store(const Projected* in, const Step* step, const KvLayer* kv, const Heads* heads,
+                                 uint16_t* q_out) {
+  if (!fits(*step, *kv)) return kOutsidePool;
   rotate_and_store(*in, *step, *kv, *heads, q_out);
+  return kDone;
 }
 
 PDS_API int pds_attend(const uint16_t* q, const Step* step, const KvLayer* kv, const Heads* heads, uint16_t* out) {
+  if (!fits(*step, *kv)) return kOutsidePool;
   return attend(q, *step, *kv, *heads, out) ? kDone : kNoMemory;
 }
 
@@ -63,6 +66,7 @@ PDS_API int64_t pds_workspace_elements(const Decoder* decoder, int64_t num_token
 PDS_API int pds_decode_layers(const Decoder* decoder, const Step* step, const KvLayer* kv, int64_t layer_stride,
                               uint16_t* residual, uint16_t* hidden, uint16_t* workspace, int64_t first_stage,
                               int64_t last_stage) {
+  if (!fits(*step, *kv)) return kOutsidePool;
   Pass pass(*decoder, *step, *kv, layer_stride, residual, hidden, workspace);
   for (int64_t stage = first_stage; stage < last_stage; ++stage) {
     if (!pass.run(stage)) return kNoMemory;

@@ -12,6 +12,7 @@
 // GCC 12 takes the intrinsics' deliberately undefined operands for mistakes (its bug 105593).
 #pragma GCC diagnostic push
 #if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #include <immintrin.h>

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdserve.errors import ConfigError
-from pdserve.kernels.base import AttentionMetadata
+from pdserve.kernels.base import AttentionMetadata, Rotation
 from pdserve.kernels.cpp_backend import CppBackend
 from pdserve.kernels.native_library import get_supported_variants
 from pdserve.kernels.registry import get_backend
@@ -149,3 +149,16 @@ def test_nonlinearity_of_extreme_gates(backend: CppBackend) -> None:
     assert acted[4] == math.inf
     assert acted[5] == 90
     assert acted[7].isnan()
+
+
+@pytest.mark.parametrize("bad_id", [3, -1, 2**40])
+def test_block_ids_outside_the_pool_are_refused_and_touch_nothing(backend: CppBackend, bad_id: int) -> None:
+    kv_cache = torch.zeros(3, 1, 2, 2, 16, 32, dtype=BF16)
+    metadata = AttentionMetadata.build([1], [20], [[0, bad_id]], 16)
+    plan = backend.build_plan(metadata, kv_cache, 4, 1.0)
+    q, kv = torch.ones(1, 4, 32, dtype=BF16), torch.ones(1, 2, 32, dtype=BF16)
+    with pytest.raises(IndexError, match="outside the KV memory"):
+        plan.attend(q, kv_cache[:, 0])
+    with pytest.raises(IndexError, match="outside the KV memory"):
+        plan.rotate_and_store(q, kv, kv, Rotation(torch.ones(1, 32), torch.ones(1, 32)), kv_cache[:, 0])
+    assert not kv_cache.any()
