@@ -13,6 +13,8 @@ need_command() { # command, package
 }
 
 need_command c++ g++
+need_command redis-server redis-server
+need_command openssl openssl
 need_command chromium chromium
 need_command chromedriver chromium-driver
 need_library libgomp.so.1 libgomp1

@@ -11,7 +11,6 @@ While the server fails, there is a pause in which every answer is 0 at once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
@@ -117,7 +116,7 @@ class RedisIndex:
 
     def _exchange(self, commands: list[Command]) -> list[bool]:
         try:
-            with contextlib.closing(self._server.exchange(commands)) as channels:
+            with self._server.exchange(commands) as channels:
                 replies = [channel.read_number() for channel in channels]
         except ExchangeError as error:
             self._note_failure(error.failure)

@@ -48,8 +48,8 @@ class RedisStore:
         """
         failure: Failure | int
         try:
-            with contextlib.closing(self._server.exchange([Command(b"STRLEN", self._names.prefix)])) as channels:
-                failure = next(channels).read_number()
+            with self._server.exchange([Command(b"STRLEN", self._names.prefix)]) as channels:
+                failure = channels[0].read_number()
         except ExchangeError as error:
             failure = error.failure
         if not isinstance(failure, Failure):
@@ -68,12 +68,10 @@ class RedisStore:
     def read(self, blocks: Sequence[BlockTransfer], memory: BlockMemory) -> Generator[Failure | None]:
         """Ask for all, and take the answers one by one; what was used lives on for another TTL."""
         commands = [self._build_get(block.digest) for block in blocks]
-        waiting = iter(blocks)
         try:
-            with contextlib.closing(self._server.exchange(commands)) as channels:
-                for channel in channels:
-                    failure = self._read_block(channel, next(waiting), memory)
-                    yield failure
+            with self._server.exchange(commands) as channels:
+                for channel, block in zip(channels, blocks, strict=True):
+                    yield self._read_block(channel, block, memory)
         except ExchangeError as error:
             yield error.failure
 
@@ -81,7 +79,7 @@ class RedisStore:
         """Ask which are there, giving those another TTL, and send the others."""
         results: dict[bytes, WriteResult] = {}
         try:
-            sizes = list(self._get_sizes(blocks))
+            sizes = self._get_sizes(blocks)
             missing = [b for b, size in zip(blocks, sizes, strict=True) if size != self._format.value_bytes]
             results = {block.key.digest: WriteResult(was_there=True) for block in blocks}
             for block in missing:
@@ -101,21 +99,20 @@ class RedisStore:
         name = self._names.of(digest)
         return Command(b"GET", name) if self._ttl is None else Command(b"GETEX", name, (b"EX", self._ttl))
 
-    def _get_sizes(self, blocks: Sequence[SealedBlock]) -> Iterator[int]:
+    def _get_sizes(self, blocks: Sequence[SealedBlock]) -> list[int]:
         """Length of each block's value, 0 where there is none, in one round trip."""
         commands = [Command(b"STRLEN", self._names.of(block.key.digest)) for block in blocks]
         if self._ttl is not None:
             commands += [Command(b"EXPIRE", command.key, (self._ttl,)) for command in commands]
-        with contextlib.closing(self._server.exchange(commands)) as channels:
+        with self._server.exchange(commands) as channels:
             replies = [channel.read_number() for channel in channels]
-        for reply in replies[: len(blocks)]:
-            # A key that holds no string, or a question that was refused: the write will tell.
-            yield 0 if isinstance(reply, Failure) else reply
+        # A key that holds no string, or a question that was refused: the write will tell.
+        return [0 if isinstance(reply, Failure) else reply for reply in replies[: len(blocks)]]
 
     def _set(self, blocks: Sequence[SealedBlock]) -> Iterator[Failure | None]:
         expiry = () if self._ttl is None else (b"EX", self._ttl)
         commands = [Command(b"SET", self._names.of(block.key.digest), (block.value, *expiry)) for block in blocks]
-        with contextlib.closing(self._server.exchange(commands)) as channels:
+        with self._server.exchange(commands) as channels:
             for channel in channels:
                 failure = channel.read_ok()
                 if failure is not None and failure.kind == "moved":
@@ -149,6 +146,5 @@ class RedisStore:
     def _remove(self, digest: bytes) -> None:
         """A good value that another engine writes in this moment may be hit; that costs a miss."""
         command = Command(b"UNLINK", self._names.of(digest))
-        with contextlib.suppress(ExchangeError), contextlib.closing(self._server.exchange([command])) as channels:
-            for channel in channels:
-                channel.read_number()
+        with contextlib.suppress(ExchangeError), self._server.exchange([command]) as channels:
+            channels[0].read_number()

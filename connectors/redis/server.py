@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import redis
@@ -47,11 +48,14 @@ class RedisServer:
         self._lock = threading.Lock()
         self._client: redis.Redis | redis.RedisCluster | None = None
 
-    def exchange(self, commands: Sequence[Command]) -> Generator[Channel]:
-        """Send all commands, then stop at each one's reply, in their order; the caller reads it from the channel.
+    @contextlib.contextmanager
+    def exchange(self, commands: Sequence[Command]) -> Iterator[list[Channel]]:
+        """Send all commands; for each, in order, the channel to read its reply from.
+
+        Replies are read whole and in order inside the ``with`` block; who leaves before the end costs a connection.
 
         Raises:
-            ExchangeError: the server cannot be reached, hung up, or did not answer in time.
+            ExchangeError: the server cannot be reached, hung up, or did not answer in time; also from inside.
         """
         deadline = self._clock() + self._timeout_s
         channels: dict[int, Channel] = {}
@@ -59,7 +63,7 @@ class RedisServer:
             in_order = [self._queue(command, channels, deadline) for command in commands]
             for channel in channels.values():
                 channel.flush()
-            yield from in_order
+            yield in_order
         except (redis.RedisError, OSError, ProtocolError) as error:
             if self._options.cluster:
                 self.close()  # the next exchange asks where everything is now
