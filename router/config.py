@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.errors import ConfigError
-from pdserve.router.policies import POLICY_NAMES
+from pdserve.router.policies import build_policy, policy_names
 from pdserve.settings import section, setting
 
 
@@ -36,6 +36,9 @@ class ServedModelSettings:
     served_model_name: str | None = setting(None, help="name in the API; default: the model's own name")
 
 
+_POLICY_HELP = f"how a {{}} instance is chosen: {', '.join(policy_names())}, or module:Class"
+
+
 @dataclass(frozen=True)
 class PoolSettings:
     """The instances, and how one of them is chosen."""
@@ -44,8 +47,21 @@ class PoolSettings:
         [], help="addresses of prefill instances; none = decode instances do everything", metavar="HOST:PORT"
     )
     decode: list[str] = setting([], help="addresses of decode instances", metavar="HOST:PORT")
-    prefill_policy: str = setting("least_loaded", choices=POLICY_NAMES, help="how a prefill instance is chosen")
-    decode_policy: str = setting("least_loaded", choices=POLICY_NAMES, help="how a decode instance is chosen")
+    instances_file: str | None = setting(
+        None, help="TOML file with lists prefill and decode, read again when it changes", metavar="PATH"
+    )
+    discovery: str | None = setting(
+        None, help="Redis where instances announce themselves, like redis://host:6379/0", metavar="URL"
+    )
+    discovery_interval_s: float = setting(1.0, help="how often the file or Redis is looked at", minimum=0.05)
+    prefill_policy: str = setting("least_loaded", help=_POLICY_HELP.format("prefill"), metavar="NAME")
+    decode_policy: str = setting("least_loaded", help=_POLICY_HELP.format("decode"), metavar="NAME")
+    cache_events: bool = setting(
+        True, help="policies that go by prefix ask instances what they have; else they go by what was sent there"
+    )
+    max_faults: int = setting(3, help="faults of its own in a row after which an instance rests; 0 = never", minimum=0)
+    ejection_s: float = setting(5.0, help="how long it rests; doubled each time it fails again", minimum=0.1)
+    slow_start_s: float = setting(5.0, help="a fresh instance gets its full share of work after this", minimum=0)
     heartbeat_interval_s: float = setting(
         1.0, help="how often each instance is told that the router lives", minimum=0.01
     )
@@ -74,9 +90,29 @@ class AdmissionSettings:
 
     max_concurrent: int = setting(1024, help="client requests served at once", minimum=1)
     max_queue: int = setting(1024, help="client requests that may wait; beyond it the answer is 429", minimum=0)
+    key_max_concurrent: int = setting(
+        0, help="requests of one API key that wait or are served at once; beyond it 429; 0 = no limit", minimum=0
+    )
+    key_tokens_per_minute: int = setting(
+        0, help="prompt and output tokens of one API key in a minute; beyond it 429; 0 = no limit", minimum=0
+    )
     max_choices: int = setting(128, help="largest number of prompts times n in one request", minimum=1)
-    request_timeout_s: float = setting(600.0, help="a request that takes longer ends with 504", minimum=0.1)
+    request_timeout_s: float = setting(
+        600.0, help="a request that takes longer ends with 504; its client may ask for less", minimum=0.1
+    )
     timeline_capacity: int = setting(1000, help="requests whose timelines are kept", minimum=1)
+
+
+@dataclass(frozen=True)
+class TracingSettings:
+    """Traces of requests."""
+
+    otlp_endpoint: str | None = setting(
+        None, help="send traces to this OpenTelemetry collector, like http://host:4318/v1/traces", metavar="URL"
+    )
+    trace_sample_ratio: float = setting(
+        1.0, help="share of requests that are traced where the client's traceparent does not say", minimum=0, maximum=1
+    )
 
 
 @dataclass(frozen=True)
@@ -88,6 +124,7 @@ class RouterSettings:
     pools: PoolSettings = section(PoolSettings)
     handoff: HandoffSettings = section(HandoffSettings)
     admission: AdmissionSettings = section(AdmissionSettings)
+    tracing: TracingSettings = section(TracingSettings)
 
 
 def check_settings(settings: RouterSettings) -> None:
@@ -97,12 +134,28 @@ def check_settings(settings: RouterSettings) -> None:
         ConfigError: naming the setting, its value and what is accepted.
     """
     pools = settings.pools
-    if not pools.decode:
-        raise ConfigError("no decode instance is given; name at least one with --decode HOST:PORT")
+    given = [
+        name
+        for name, value in (
+            ("--prefill and --decode", pools.prefill or pools.decode),
+            ("--instances-file", pools.instances_file),
+            ("--discovery", pools.discovery),
+        )
+        if value
+    ]
+    if len(given) > 1:
+        raise ConfigError(f"instances are given by {' and by '.join(given)}; choose one way")
+    if not pools.decode and given in ([], ["--prefill and --decode"]):
+        raise ConfigError(
+            "no decode instance is given; name at least one with --decode HOST:PORT, or use --instances-file or "
+            "--discovery"
+        )
     endpoints = [endpoint_of(address) for address in (*pools.prefill, *pools.decode)]
     doubled = sorted({endpoint for endpoint in endpoints if endpoints.count(endpoint) > 1})
     if doubled:
         raise ConfigError(f"instance {doubled[0]} is given more than once, to --prefill or --decode")
+    for policy in (pools.prefill_policy, pools.decode_policy):
+        build_policy(policy)
     if pools.heartbeat_timeout_s <= pools.heartbeat_interval_s:
         raise ConfigError(
             f"heartbeat_timeout_s is {pools.heartbeat_timeout_s}; it must be above heartbeat_interval_s, "

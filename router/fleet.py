@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from typing import Protocol
 
 import zmq.asyncio
 
 from pdserve.errors import UnavailableError
 from pdserve.kv_layout import ModelIdentity
-from pdserve.protocol import InstanceLimits, Role
+from pdserve.protocol import CacheEvents, InstanceLimits, Role
 from pdserve.router.config import PoolSettings
-from pdserve.router.instance import Instance
+from pdserve.router.health import HealthSettings
+from pdserve.router.instance import Instance, SessionSettings
 from pdserve.router.policies import build_policy
 from pdserve.router.pool import Pool
-from pdserve.router.prefix_memory import PrefixMemory
+from pdserve.router.prefix_memory import PrefixMemory, PrefixMode
 
 logger = logging.getLogger(__name__)
 
 _RESTART_PAUSE_S = 1.0
+_RETIREMENT_POLL_S = 0.05
 
 
 class FleetMetrics(Protocol):
@@ -34,8 +37,16 @@ class FleetMetrics(Protocol):
         """An instance came or went."""
         ...
 
+    def forget_instance(self, role: Role, address: str) -> None:
+        """An instance has left for good."""
+        ...
+
     def count_refused_instance(self, role: Role) -> None:
         """An instance was not admitted."""
+        ...
+
+    def set_prefix_mode(self, role: Role, address: str, mode: PrefixMode) -> None:
+        """How well an instance's prefix cache is known has changed."""
         ...
 
     def count_wire_error(self, role: Role) -> None:
@@ -51,54 +62,121 @@ class Fleet:
         router_id: this router, unique for each start.
         model_name: the name this router serves.
         metrics: counts.
+        uses_prefixes: whether somebody asks what decode instances have in their prefix caches.
 
     Attributes:
         prefill: the prefill pool; without instances decode does everything.
         decode: the decode pool.
-        prefix_memory: what decode instances should have in their prefix caches.
+        prefix_memory: what instances should have in their prefix caches.
     """
 
-    def __init__(self, settings: PoolSettings, *, router_id: str, model_name: str, metrics: FleetMetrics) -> None:
+    def __init__(
+        self,
+        settings: PoolSettings,
+        *,
+        router_id: str,
+        model_name: str,
+        metrics: FleetMetrics,
+        uses_prefixes: bool = False,
+    ) -> None:
         self._settings = settings
         self._router_id = router_id
         self._model_name = model_name
         self._metrics = metrics
+        self._uses_prefixes = uses_prefixes
         self.prefix_memory = PrefixMemory()
         self._context = zmq.asyncio.Context()
         self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._has_started = False
+        self._tasks: dict[Instance, asyncio.Task[None]] = {}
+        self._retiring: dict[tuple[Role, str], tuple[Instance, asyncio.Task[None]]] = {}
         self._was_prefill_usable = False
         self._prefill_usable_s = 0.0
-        self.prefill = self._build_pool(Role.PREFILL, settings.prefill, settings.prefill_policy)
-        self.decode = self._build_pool(Role.DECODE, settings.decode, settings.decode_policy)
+        self._policies = {
+            Role.PREFILL: build_policy(settings.prefill_policy),
+            Role.DECODE: build_policy(settings.decode_policy),
+        }
+        self.prefill = Pool(Role.PREFILL, [], self._policies[Role.PREFILL])
+        self.decode = Pool(Role.DECODE, [], self._policies[Role.DECODE])
+        self.set_members(Role.PREFILL, settings.prefill)
+        self.set_members(Role.DECODE, settings.decode)
 
-    def _build_pool(self, role: Role, addresses: list[str], policy: str) -> Pool:
-        instances = [
-            Instance(
-                address,
-                role,
-                router_id=self._router_id,
-                context=self._context,
-                observer=self,
-                heartbeat_interval_s=self._settings.heartbeat_interval_s,
-                heartbeat_timeout_s=self._settings.heartbeat_timeout_s,
-            )
-            for address in addresses
-        ]
-        for address in addresses:
+    # --- who belongs to it ----------------------------------------------------------------------------
+
+    def set_members(self, role: Role, addresses: Collection[str]) -> None:
+        """Make a pool consist of the instances at these addresses.
+
+        One that leaves gets no new work; what runs there still ends there. One that comes back meanwhile stays.
+        """
+        present = {instance.address: instance for instance in self.pool(role).instances}
+        for address in present.keys() - set(addresses):
+            self._leave(present[address])
+        for address in dict.fromkeys(addresses):
+            if address not in present:
+                self._join(role, address)
+
+    def _join(self, role: Role, address: str) -> None:
+        retiring = self._retiring.pop((role, address), None)
+        if retiring is not None:
+            instance, retirement = retiring
+            retirement.cancel()
+            instance.is_leaving = False
+        else:
+            instance = self._build_instance(role, address)
             self._metrics.set_instance_up(role, address, False)
-        return Pool(role, instances, build_policy(policy))
+        self.pool(role).add(instance)
+        if self._has_started and retiring is None:
+            self._tasks[instance] = asyncio.create_task(self._keep_running(instance))
+        self._announce()
+
+    def _leave(self, instance: Instance) -> None:
+        logger.info("%s instance %s leaves the pool", instance.role, instance.name)
+        instance.is_leaving = True
+        self.pool(instance.role).remove(instance)
+        self._retiring[instance.role, instance.address] = instance, asyncio.create_task(self._retire(instance))
+        self._announce()
+
+    async def _retire(self, instance: Instance) -> None:
+        """Let what runs there end, then forget the instance."""
+        while instance.num_legs:
+            await asyncio.sleep(_RETIREMENT_POLL_S)
+        del self._retiring[instance.role, instance.address]
+        task = self._tasks.pop(instance, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self.prefix_memory.forget(instance.address)
+        self._metrics.forget_instance(instance.role, instance.address)
+
+    def _build_instance(self, role: Role, address: str) -> Instance:
+        settings = self._settings
+        asks_for_prefixes = self._policies[role].uses_prefixes or (self._uses_prefixes and role is Role.DECODE)
+        return Instance(
+            address,
+            role,
+            router_id=self._router_id,
+            context=self._context,
+            observer=self,
+            settings=SessionSettings(
+                settings.heartbeat_interval_s,
+                settings.heartbeat_timeout_s,
+                wants_cache_events=settings.cache_events and asks_for_prefixes,
+                health=HealthSettings(settings.max_faults, settings.ejection_s, settings.slow_start_s),
+            ),
+        )
 
     # --- life -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to connect; call on the event loop."""
         self._prefill_usable_s = asyncio.get_running_loop().time()
-        self._tasks = [asyncio.create_task(self._keep_running(instance)) for instance in self.instances]
+        self._has_started = True
+        self._tasks = {instance: asyncio.create_task(self._keep_running(instance)) for instance in self.instances}
 
     async def close(self) -> None:
         """Say goodbye to every instance and release the sockets; idempotent."""
-        tasks, self._tasks = self._tasks, []
+        tasks = [*(task for _, task in self._retiring.values()), *self._tasks.values()]
+        self._retiring, self._tasks = {}, {}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -118,7 +196,7 @@ class Fleet:
 
     @property
     def instances(self) -> tuple[Instance, ...]:
-        """All configured instances."""
+        """All instances that belong to it, up or not."""
         return (*self.prefill.instances, *self.decode.instances)
 
     @property
@@ -181,6 +259,7 @@ class Fleet:
     def instance_lost(self, instance: Instance) -> None:
         """It takes no work any more; the refused ones may be the pool now."""
         self.prefix_memory.forget(instance.address)
+        self._metrics.set_prefix_mode(instance.role, instance.address, PrefixMode.APPROXIMATE)
         self._metrics.set_instance_up(instance.role, instance.address, False)
         if self.identity is None:
             for other in self.instances:
@@ -193,6 +272,14 @@ class Fleet:
         if instance.load.draining:
             logger.info("%s instance %s drains and gets no new work", instance.role, instance.name)
         self._announce()
+
+    def instance_cache_changed(self, instance: Instance, events: CacheEvents) -> None:
+        """Its prefix cache is known exactly from now on."""
+        before = self.prefix_memory.mode(instance.address)
+        self.prefix_memory.apply(instance.address, events)
+        if before is not PrefixMode.EXACT:
+            logger.info("%s instance %s tells what its prefix cache holds", instance.role, instance.name)
+            self._metrics.set_prefix_mode(instance.role, instance.address, PrefixMode.EXACT)
 
     def wire_error(self, instance: Instance) -> None:
         """It sent a frame that is no message."""

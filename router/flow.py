@@ -42,6 +42,7 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.instance import Instance
 from pdserve.router.leg import InstanceLostError, Leg
 from pdserve.router.legs import GenerationRequest, Progress, build_leg
+from pdserve.router.policies import RoutedRequest
 from pdserve.router.prefix_memory import hash_prompt
 
 _BUSY_PAUSE_S = 0.1
@@ -55,7 +56,7 @@ class TokenBatch:
         token_ids: the tokens, oldest first.
         logprobs: one entry for each, where asked for.
         prompt_logprobs: the prompt's, once, where asked for.
-        num_cached_tokens: prompt tokens that were reused; set on the request's first tokens only.
+        num_cached_tokens: prompt tokens that were reused, in whole blocks; set on the request's first tokens only.
         finish_reason: STOP or LENGTH on the last batch.
         stop_token_id: the client's stop token that ended it.
     """
@@ -118,8 +119,12 @@ class RequestFlow:
         self._is_handing_off = False
         self._passed_over: set[str] = set()
         """Incarnations that others go before: those that failed it, or know less of a short prompt's prefix."""
-        self._digests: list[bytes] = []
-        """Of the prompt's blocks, where the threshold made them worth computing."""
+        self._routed = RoutedRequest(
+            num_prompt_tokens=len(request.prompt_token_ids),
+            session_id=request.session_id,
+            hash_prompt=self._hash_prompt,
+            count_known_blocks=fleet.prefix_memory.count_known_blocks,
+        )
         self._refused_by: set[str] = set()
         """Incarnations that answered that they are full or draining."""
         self._full_since_s: float | None = None
@@ -172,18 +177,21 @@ class RequestFlow:
         identity = self._fleet.identity
         if not threshold or identity is None or not self._fleet.prefill.instances:
             return False
-        prompt = self._request.prompt_token_ids
-        self._digests = hash_prompt(identity, prompt, self._request.cache_salt)
         known = {
-            instance.incarnation: self._fleet.prefix_memory.count_known_blocks(instance.address, self._digests)
-            for instance in self._fleet.decode.usable
+            instance.incarnation: self._routed.num_known_blocks(instance) for instance in self._fleet.decode.usable
         }
         most = max(known.values())
-        if len(prompt) - most * identity.kv.block_size >= threshold:
+        if self._routed.num_prompt_tokens - most * identity.kv.block_size >= threshold:
             return False
         if most:
             self._passed_over = {name for name, num_blocks in known.items() if num_blocks < most}
         return True
+
+    def _hash_prompt(self) -> list[bytes]:
+        identity = self._fleet.identity
+        if identity is None:
+            return []
+        return hash_prompt(identity, self._request.prompt_token_ids, self._request.cache_salt)
 
     async def _next_role(self, role: Role) -> Role:
         """Prefill while no token was made and the pool is there; decode otherwise."""
@@ -202,7 +210,9 @@ class RequestFlow:
         """An instance for the next leg; waits for one where the request has something to lose by an error."""
         pool = self._fleet.pool(role)
         while True:
-            instance = pool.choose(self._refused_by | self._passed_over) or pool.choose(self._refused_by)
+            instance = pool.choose(self._routed, self._refused_by | self._passed_over) or pool.choose(
+                self._routed, self._refused_by
+            )
             if instance is not None:
                 return instance
             if pool.usable:
@@ -260,8 +270,8 @@ class RequestFlow:
             leg = instance.start_leg(message)
         except InstanceLostError as error:
             raise _TryElsewhere("not_connected", error, instance, taken=False) from None
-        if role is Role.DECODE and self._digests and instance.ready is not None:
-            self._fleet.prefix_memory.note(instance.address, self._digests, instance.ready.limits.num_blocks)
+        if self._routed.has_digests and instance.ready is not None:
+            self._fleet.prefix_memory.note(instance.address, self._routed.digests, instance.ready.limits.num_blocks)
         return leg
 
     def _note_handoff(self, role: Role, output: RequestOutput) -> None:
@@ -291,10 +301,20 @@ class RequestFlow:
             token_ids=output.new_token_ids,
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
-            num_cached_tokens=output.num_cached_tokens if is_first else 0,
+            num_cached_tokens=self._count_reused(output.num_cached_tokens) if is_first else 0,
             finish_reason=finish_reason,
             stop_token_id=output.stop_token_id,
         )
+
+    def _count_reused(self, num_cached_tokens: int) -> int:
+        """Cached tokens as usage tells them: whole blocks, and never the token that is always computed.
+
+        A store also keeps a prompt's last, partial block, which a prefix cache does not; clients shall not see by
+        which way their request went.
+        """
+        identity = self._fleet.identity
+        size = 1 if identity is None else identity.kv.block_size
+        return min(num_cached_tokens, self._routed.num_prompt_tokens - 1) // size * size
 
     # --- what goes wrong ------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -27,6 +28,7 @@ from pdserve.protocol import (
     PROTOCOL_VERSION,
     AbortRequests,
     AddRequest,
+    CacheEvents,
     Goodbye,
     Heartbeat,
     Hello,
@@ -40,6 +42,7 @@ from pdserve.protocol import (
     encode,
 )
 from pdserve.router.config import endpoint_of
+from pdserve.router.health import HealthSettings, InstanceHealth
 from pdserve.router.instance_tally import InstanceTally
 from pdserve.router.leg import InstanceLostError, Leg
 
@@ -50,6 +53,23 @@ RECONNECT_PAUSE_S = 0.25
 
 class SessionEndedError(Exception):
     """The session is over; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """How sessions are kept.
+
+    Attributes:
+        heartbeat_interval_s: how often a Hello goes out.
+        heartbeat_timeout_s: silence that counts as loss.
+        wants_cache_events: ask the instance to tell what its prefix cache holds.
+        health: when it is trusted with work.
+    """
+
+    heartbeat_interval_s: float
+    heartbeat_timeout_s: float
+    wants_cache_events: bool = False
+    health: HealthSettings = field(default_factory=HealthSettings)
 
 
 class InstanceObserver(Protocol):
@@ -67,6 +87,10 @@ class InstanceObserver(Protocol):
         """A load report came."""
         ...
 
+    def instance_cache_changed(self, instance: Instance, events: CacheEvents) -> None:
+        """It tells what came into its prefix cache and what went."""
+        ...
+
     def wire_error(self, instance: Instance) -> None:
         """A frame could not be decoded."""
         ...
@@ -81,8 +105,7 @@ class Instance:
         router_id: this router.
         context: shared ZMQ context.
         observer: hears of changes.
-        heartbeat_interval_s: how often a Hello goes out.
-        heartbeat_timeout_s: silence that counts as loss.
+        settings: how the session is kept.
 
     Attributes:
         ready: the instance's own description; None while there is no session.
@@ -90,6 +113,8 @@ class Instance:
         load: the latest report.
         num_unreported: legs sent since then, so that a burst between two reports is spread.
         tally: what it did in this session.
+        health: its record of faults.
+        is_leaving: it gets no new work and is given up once its legs have ended.
         last_problem: why the last session ended or was not begun; empty while one stands.
     """
 
@@ -101,8 +126,7 @@ class Instance:
         router_id: str,
         context: zmq.asyncio.Context,
         observer: InstanceObserver,
-        heartbeat_interval_s: float,
-        heartbeat_timeout_s: float,
+        settings: SessionSettings,
     ) -> None:
         self.address = address
         self.role = role
@@ -111,12 +135,13 @@ class Instance:
         self.load = InstanceLoad()
         self.num_unreported = 0
         self.tally = InstanceTally()
+        self.health = InstanceHealth(settings.health)
+        self.is_leaving = False
         self.last_problem = ""
         self._router_id = router_id
         self._context = context
         self._observer = observer
-        self._heartbeat_interval_s = heartbeat_interval_s
-        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._settings = settings
         self._legs: dict[str, Leg] = {}
         self._socket: zmq.asyncio.Socket | None = None
         self._session = ""
@@ -126,7 +151,12 @@ class Instance:
     @property
     def is_usable(self) -> bool:
         """Whether new work may go there."""
-        return self.ready is not None and self.refusal is None and not self.load.draining
+        return self.ready is not None and self.refusal is None and not self.load.draining and not self.is_leaving
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether it is one of those that new work goes to first; see `InstanceHealth.may_take`."""
+        return self.health.may_take(self.num_legs, asyncio.get_running_loop().time())
 
     @property
     def name(self) -> str:
@@ -240,6 +270,8 @@ class Instance:
     def _end_session(self, reason: str) -> None:
         self.last_problem = reason
         legs, self._legs = self._legs, {}
+        if legs and not self.is_leaving:
+            self.health.note_fault(asyncio.get_running_loop().time())
         for leg in legs.values():
             leg.lose(f"{self.role} instance {self.name} was lost: {reason}")
         was_ready = self.ready is not None
@@ -261,15 +293,17 @@ class Instance:
         loop = asyncio.get_running_loop()
         await connected.wait()
         self._last_heard = loop.time()
-        hello = Hello(router_id=self._router_id, session=self._session)
+        hello = Hello(
+            router_id=self._router_id, session=self._session, wants_cache_events=self._settings.wants_cache_events
+        )
         while True:
             self._send(hello)
-            due = loop.time() + self._heartbeat_interval_s
-            await asyncio.sleep(self._heartbeat_interval_s)
+            due = loop.time() + self._settings.heartbeat_interval_s
+            await asyncio.sleep(self._settings.heartbeat_interval_s)
             # When this loop itself was held up, the instance's messages may lie unread: look again next time.
-            held_up = loop.time() - due > self._heartbeat_interval_s
+            held_up = loop.time() - due > self._settings.heartbeat_interval_s
             silence_s = loop.time() - self._last_heard
-            if silence_s > self._heartbeat_timeout_s and not held_up:
+            if silence_s > self._settings.heartbeat_timeout_s and not held_up:
                 raise SessionEndedError(f"nothing came from it for {silence_s:.1f} s")
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
@@ -289,19 +323,14 @@ class Instance:
         message = decode_instance_message(frame)
         match message:
             case StepOutputs():
-                self._take_load(message.load)
-                for output in message.outputs:
-                    leg = self._legs.get(output.request_id)
-                    if leg is None:
-                        continue  # aborted here; the instance had not heard of it yet
-                    self.tally.note_output(output)
-                    if output.finish_reason is not None:
-                        del self._legs[output.request_id]
-                    leg.put(output)
+                self._take_outputs(message)
             case Heartbeat():
                 if self.ready is not None and message.generation != self.ready.generation:
                     raise SessionEndedError("it was restarted")
                 self._take_load(message.load)
+            case CacheEvents():
+                if self.ready is not None:
+                    self._observer.instance_cache_changed(self, message)
             case Ready():
                 if message.session == self._session and self.ready is None:
                     self._take_ready(message)
@@ -309,6 +338,18 @@ class Instance:
                 if message.session == self._session:
                     self._log_refused(message.reason)
                     raise SessionEndedError(message.reason)
+
+    def _take_outputs(self, message: StepOutputs) -> None:
+        self._take_load(message.load)
+        for output in message.outputs:
+            leg = self._legs.get(output.request_id)
+            if leg is None:
+                continue  # aborted here; the instance had not heard of it yet
+            self.tally.note_output(output)
+            if output.finish_reason is not None:
+                del self._legs[output.request_id]
+                self.health.note_output(output, self._last_heard)
+            leg.put(output)
 
     def _take_load(self, load: InstanceLoad) -> None:
         changed = load.draining != self.load.draining
@@ -326,6 +367,7 @@ class Instance:
         self.ready = ready
         self.last_problem = ""
         self.load = ready.load
+        self.health.note_ready(self._last_heard, ready.limits.max_num_seqs)
         self._observer.instance_ready(self)
 
     def _log_refused(self, reason: str) -> None:

@@ -20,6 +20,7 @@ class GenerationRequest:
         deadline_s: event loop time at which the request ends with a timeout.
         priority: as in `AddRequest`.
         cache_salt: as in `AddRequest`.
+        session_id: the client's X-Session-Id, for policies; no leg gets it.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class GenerationRequest:
     deadline_s: float
     priority: int = 0
     cache_salt: str = ""
+    session_id: str = ""
 
 
 @dataclass(slots=True)

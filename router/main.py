@@ -32,6 +32,7 @@ from pdserve.router.config import HttpSettings, RouterSettings, check_settings
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.timeline import TimelineStore
+from pdserve.router.tracing.tracer import build_tracer
 from pdserve.settings import describe_settings, load_settings
 from pdserve.text import ChatTemplate, load_tokenizer
 
@@ -104,10 +105,17 @@ def build_service(settings: RouterSettings) -> RouterService:
         model_name=model_name,
         tokenizer=tokenizer,
         chat_template=ChatTemplate(directory, tokenizer),
-        fleet=Fleet(settings.pools, router_id=uuid.uuid4().hex, model_name=model_name, metrics=metrics),
+        fleet=Fleet(
+            settings.pools,
+            router_id=uuid.uuid4().hex,
+            model_name=model_name,
+            metrics=metrics,
+            uses_prefixes=settings.handoff.disaggregation_threshold_tokens > 0,
+        ),
         admission=Admission(settings.admission, metrics),
         metrics=metrics,
         timelines=TimelineStore(settings.admission.timeline_capacity),
+        tracer=build_tracer(settings.tracing, model_name),
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from pdserve.protocol import Role
+from pdserve.router.prefix_memory import PrefixMode
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
+_QUEUE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _PREFIX = "pdserve_router_"
 
 
@@ -25,6 +29,12 @@ class RouterMetrics:
         )
         self.request_latency = self._histogram(
             "e2e_request_latency_seconds", "From a request's arrival to its end", _E2E_BUCKETS
+        )
+        self.queue_time = self._histogram(
+            "queue_time_seconds", "How long requests that were let in had waited for it", _QUEUE_BUCKETS
+        )
+        self.oldest_waiting = self._gauge(
+            "oldest_waiting_seconds", "How long the request that waits longest has waited to be let in"
         )
         self.requests = self._counter(
             "requests_total", "Requests ended, by endpoint and outcome", "endpoint", "outcome"
@@ -47,6 +57,12 @@ class RouterMetrics:
         )
         self._instance_up = self._gauge(
             "instance_up", "Whether an instance is connected and admitted", "role", "address"
+        )
+        self._prefix_is_exact = self._gauge(
+            "instance_prefix_is_exact",
+            "Whether an instance tells what its prefix cache holds; 0 = it is estimated by what was sent there",
+            "role",
+            "address",
         )
         self._instances_refused = self._counter("instances_refused_total", "Instances that were not admitted", "role")
         self._wire_errors = self._counter("wire_errors_total", "Frames from instances that are no message", "role")
@@ -76,6 +92,16 @@ class RouterMetrics:
     def count_refused_instance(self, role: Role) -> None:
         """An instance was not admitted."""
         self._instances_refused.labels(role).inc()
+
+    def set_prefix_mode(self, role: Role, address: str, mode: PrefixMode) -> None:
+        """How well an instance's prefix cache is known has changed."""
+        self._prefix_is_exact.labels(role, address).set(mode is PrefixMode.EXACT)
+
+    def forget_instance(self, role: Role, address: str) -> None:
+        """An instance has left for good."""
+        for gauge in (self._instance_up, self._prefix_is_exact):
+            with contextlib.suppress(KeyError):
+                gauge.remove(role, address)
 
     def count_wire_error(self, role: Role) -> None:
         """A frame was not understood."""

@@ -6,15 +6,15 @@ from collections.abc import Collection, Sequence
 
 from pdserve.protocol import Role
 from pdserve.router.instance import Instance
-from pdserve.router.policies import Policy, choose
+from pdserve.router.policies import Policy, RoutedRequest, choose
 
 
 class Pool:
-    """The instances of one role.
+    """The instances of one role; they may come and go.
 
     Args:
         role: what they are for.
-        instances: all that are configured, up or not.
+        instances: those that are known now, up or not.
         policy: chooses among the usable ones.
     """
 
@@ -22,6 +22,14 @@ class Pool:
         self.role = role
         self.instances = tuple(instances)
         self._policy = policy
+
+    def add(self, instance: Instance) -> None:
+        """An instance joins."""
+        self.instances = (*self.instances, instance)
+
+    def remove(self, instance: Instance) -> None:
+        """An instance leaves."""
+        self.instances = tuple(other for other in self.instances if other is not instance)
 
     @property
     def usable(self) -> list[Instance]:
@@ -33,6 +41,14 @@ class Pool:
         """Those that are connected and admitted, draining ones included."""
         return [i for i in self.instances if i.ready is not None and i.refusal is None]
 
-    def choose(self, excluded: Collection[str] = ()) -> Instance | None:
-        """The policy's choice among usable instances whose incarnation is not ``excluded``; None if there is none."""
-        return choose(self._policy, [i for i in self.usable if i.incarnation not in excluded])
+    def choose(self, request: RoutedRequest, excluded: Collection[str] = ()) -> Instance | None:
+        """The policy's choice for a request; None if there is none.
+
+        Instances that are not trusted with more work now are passed over, unless there is no other.
+
+        Args:
+            request: what the policy may know of it.
+            excluded: incarnations that are out of the question.
+        """
+        candidates = [i for i in self.usable if i.incarnation not in excluded]
+        return choose(self._policy, [i for i in candidates if i.is_trusted] or candidates, request)

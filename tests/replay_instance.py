@@ -55,7 +55,7 @@ def replay_token(prompt_token_ids: Sequence[int], seed: int, position: int, voca
 
 
 def build_identity(weights: str = "w0") -> ModelIdentity:
-    kv = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="bfloat16")
+    kv = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=8, block_size=1, dtype="bfloat16")
     return ModelIdentity(weights=weights, architecture="a0", compute_dtype="bfloat16", numerics="replay", kv=kv)
 
 

@@ -15,7 +15,18 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from pdserve.engine.server.counters import RateLimitedWarning, ServerCounters
-from pdserve.engine.server.inbox import Abort, Add, Command, Drain, Inbox, Listen, Page, Scrape, SessionClosed, SocketFailed
+from pdserve.engine.server.inbox import (
+    Abort,
+    Add,
+    Command,
+    Drain,
+    Inbox,
+    Listen,
+    Page,
+    Scrape,
+    SessionClosed,
+    SocketFailed,
+)
 from pdserve.engine.server.served_engine import ServedEngine
 from pdserve.engine.server.socket_thread import SocketThread
 from pdserve.engine.server.watchdog import BlockWatchdog

@@ -14,12 +14,14 @@ from pdserve.errors import PdserveError
 from pdserve.router.api.answers import Answer, Envelope
 from pdserve.router.api.body import read_body
 from pdserve.router.api.chat import ChatAnswer
+from pdserve.router.api.client_headers import read_session_id, read_timeout
 from pdserve.router.api.completions import CompletionAnswer
 from pdserve.router.api.errors import error_response
 from pdserve.router.api.prepare import PreparedRequest, build_choices, prepare_chat, prepare_completion
 from pdserve.router.api.request_types import ChatFields, CompletionFields, parse_body
 from pdserve.router.api.responding import GenerationResponse
 from pdserve.router.api.service import RouterService
+from pdserve.router.rate_limits import ANONYMOUS
 from pdserve.router.record import RequestRecord
 
 Prepare = Callable[[RouterService, Envelope, bytes], Awaitable[tuple[PreparedRequest, Answer]]]
@@ -45,8 +47,13 @@ async def _answer(service: RouterService, request: Request, endpoint: str, prefi
         endpoint,
         metrics=service.metrics,
         recompute_warning=service.recompute_warning,
+        tracer=service.tracer,
+        traceparent=request.headers.get("traceparent", ""),
     )
+    arrived_s = asyncio.get_running_loop().time()
     try:
+        timeout_s = read_timeout(request.headers, service.settings.admission.request_timeout_s)
+        session_id = read_session_id(request.headers)
         body = await read_body(request, service.settings.http.max_body_bytes)
         prepared, answer = await prepare(service, envelope, body)
     except PdserveError as error:
@@ -54,9 +61,10 @@ async def _answer(service: RouterService, request: Request, endpoint: str, prefi
         return error_response(error)
     record.note_tokenized(prepared.num_prompt_tokens)
     service.timelines.add(record.timeline)
-    deadline_s = asyncio.get_running_loop().time() + service.settings.admission.request_timeout_s
-    choices = build_choices(service, prepared, record, deadline_s=deadline_s)
-    return GenerationResponse(service, prepared, choices, answer, record, deadline_s=deadline_s)
+    deadline_s = arrived_s + min(timeout_s, prepared.timeout_s or timeout_s)
+    choices = build_choices(service, prepared, record, deadline_s=deadline_s, session_id=session_id)
+    key_id = getattr(request.state, "key_id", ANONYMOUS)
+    return GenerationResponse(service, prepared, choices, answer, record, deadline_s=deadline_s, key_id=key_id)
 
 
 async def _prepare_completion(

@@ -50,6 +50,7 @@ class PreparedRequest:
         include_usage: end the stream with the usage.
         priority: as in `AddRequest`.
         cache_salt: as in `AddRequest`.
+        timeout_s: the client's own; None = the router's.
     """
 
     prompts: list[Prompt]
@@ -59,6 +60,7 @@ class PreparedRequest:
     include_usage: bool
     priority: int
     cache_salt: str
+    timeout_s: float | None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -145,7 +147,12 @@ async def render_chat(service: RouterService, fields: ChatFields | TokenizeField
 
 
 def build_choices(
-    service: RouterService, request: PreparedRequest, record: RequestRecord, *, deadline_s: float
+    service: RouterService,
+    request: PreparedRequest,
+    record: RequestRecord,
+    *,
+    deadline_s: float,
+    session_id: str,
 ) -> list[Choice]:
     """The choices, in the order of their indexes: all of the first prompt, then all of the second, and so on."""
     choices: list[Choice] = []
@@ -153,7 +160,7 @@ def build_choices(
         for number in range(request.n):
             own = with_seed_of_choice(sampling, number)
             generation = GenerationRequest(
-                uuid.uuid4().hex, prompt.token_ids, own, deadline_s, request.priority, request.cache_salt
+                uuid.uuid4().hex, prompt.token_ids, own, deadline_s, request.priority, request.cache_salt, session_id
             )
             choice_record = ChoiceRecord(record, len(choices))
             flow = RequestFlow(generation, service.fleet, service.settings.handoff, choice_record)
@@ -232,4 +239,5 @@ def _check(
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         priority=fields.priority or 0,
         cache_salt=fields.cache_salt or "",
+        timeout_s=fields.timeout,
     )

@@ -50,6 +50,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
+    timeout: float | None = None
 
 
 class CompletionFields(GenerationFields, kw_only=True):

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import EngineError, PdserveError, UnavailableError
+from pdserve.router.admission import Visitor
 from pdserve.router.api.answers import Answer, build_usage
 from pdserve.router.api.errors import describe_error, error_response, json_response
 from pdserve.router.api.prepare import PreparedRequest
@@ -44,6 +45,7 @@ class GenerationResponse(Response):
         answer: gives them their shape.
         record: hears how it ends.
         deadline_s: event loop time at which waiting to be let in ends.
+        key_id: names the client's API key.
     """
 
     media_type = "text/event-stream"
@@ -57,6 +59,7 @@ class GenerationResponse(Response):
         record: RequestRecord,
         *,
         deadline_s: float,
+        key_id: str,
     ) -> None:
         super().__init__(headers=_STREAM_HEADERS)
         # An empty response's length, which a stream does not have.
@@ -67,6 +70,7 @@ class GenerationResponse(Response):
         self._answer = answer
         self._record = record
         self._deadline_s = deadline_s
+        self._visitor = Visitor(key_id, request.num_prompt_tokens, priority=request.priority)
         self._has_begun = False
         self._outcome = "unknown"
 
@@ -85,7 +89,10 @@ class GenerationResponse(Response):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with self._service.admission.slot(self._deadline_s), aclosing(run_choices(self._choices)) as deltas:
+            async with (
+                self._service.admission.slot(self._visitor, self._deadline_s),
+                aclosing(run_choices(self._choices)) as deltas,
+            ):
                 if self._request.stream:
                     await self._send_stream(deltas, send)
                 else:
@@ -133,6 +140,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
     def _note(self, delta: ChoiceDelta) -> None:
+        self._visitor.num_output_tokens += len(delta.token_ids)
         if delta.finish_reason is not None and delta.index == 0:
             self._outcome = delta.finish_reason
 

@@ -5,6 +5,7 @@ Ranges that any use of the engine has are checked by `pdserve.request_checks`; h
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import Any
 
@@ -55,6 +56,8 @@ def build_sampling(fields: GenerationFields, *, max_tokens: int | None, logprobs
         raise RequestError("seed must fit into 64 bits with sign", param="seed")
     if fields.priority is not None and fields.priority not in _INT64:
         raise RequestError("priority must fit into 64 bits with sign", param="priority")
+    if fields.timeout is not None and not 0 < fields.timeout < math.inf:
+        raise RequestError(f"timeout is {fields.timeout}; it must be above 0, in seconds", param="timeout")
     if fields.cache_salt is not None and not 0 < len(fields.cache_salt) <= MAX_CACHE_SALT_CHARACTERS:
         raise RequestError(
             f"cache_salt must have between 1 and {MAX_CACHE_SALT_CHARACTERS} characters", param="cache_salt"

@@ -15,6 +15,7 @@ import zmq.asyncio
 from pdserve.protocol import (
     AbortRequests,
     AddRequest,
+    CacheEvents,
     FinishReason,
     Goodbye,
     Heartbeat,
@@ -29,7 +30,7 @@ from pdserve.protocol import (
     decode_router_message,
     encode,
 )
-from pdserve.router.instance import Instance
+from pdserve.router.instance import Instance, SessionSettings
 from pdserve.router.leg import InstanceLostError
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -50,6 +51,9 @@ class Watcher:
         self.num_lost += 1
 
     def instance_load_changed(self, instance: Instance) -> None:
+        pass
+
+    def instance_cache_changed(self, instance: Instance, events: CacheEvents) -> None:
         pass
 
     def wire_error(self, instance: Instance) -> None:
@@ -104,8 +108,7 @@ def with_session(test: Callable[[Instance, Other, Watcher], Awaitable[None]], ti
                 router_id="r",
                 context=context,
                 observer=watcher,
-                heartbeat_interval_s=0.05,
-                heartbeat_timeout_s=timeout_s,
+                settings=SessionSettings(heartbeat_interval_s=0.05, heartbeat_timeout_s=timeout_s),
             )
             running = asyncio.create_task(instance.run())
             try:
@@ -247,7 +250,7 @@ def test_goodbye_at_the_end() -> None:
             other = Other(context)
             instance = Instance(
                 other.endpoint, Role.DECODE, router_id="r", context=context, observer=Watcher(),
-                heartbeat_interval_s=1, heartbeat_timeout_s=5,
+                settings=SessionSettings(heartbeat_interval_s=1, heartbeat_timeout_s=5),
             )  # fmt: skip
             running = asyncio.create_task(instance.run())
             await other.accept()

@@ -24,12 +24,14 @@ INSTANCE = """
 """
 ROUTING = """
     --prefill-policy --decode-policy --disaggregation-threshold-tokens --max-tries --prefill-wait-s
+    --cache-events --max-faults --ejection-s --slow-start-s --key-max-concurrent --key-tokens-per-minute
     --failover-wait-s --max-concurrent --max-queue --max-choices --request-timeout-s --timeline-capacity
-    --max-body-bytes
+    --max-body-bytes --otlp-endpoint --trace-sample-ratio
 """
 ROUTER = """
     --host --port --ready-file --shutdown-timeout-s --log-level --model --served-model-name
     --prefill --decode --heartbeat-interval-s --heartbeat-timeout-s
+    --instances-file --discovery --discovery-interval-s
 """
 DOCTOR = "--router --timeout-s"
 UP = "--prefill --decode --host --port --ask --pin --log-level --drain-timeout-s"

@@ -31,6 +31,7 @@ from pdserve.router.metrics import RouterMetrics
 from pdserve.router.policies import build_policy
 from pdserve.router.pool import Pool
 from pdserve.router.record import ChoiceRecord, RecomputeWarning, RequestRecord
+from pdserve.router.tracing.tracer import NullTracer
 
 LIMITS = InstanceLimits(
     max_model_len=64, max_num_seqs=8, max_queue_len=8, num_blocks=100, vocab_size=49152, max_logprobs=20
@@ -57,8 +58,8 @@ def make_tokens(prompt: Sequence[int], seed: int, count: int) -> list[int]:
     return [make_token(prompt, seed, position) for position in range(count)]
 
 
-def build_identity(weights: str = "w0") -> ModelIdentity:
-    kv = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="bfloat16")
+def build_identity(weights: str = "w0", block_size: int = 1) -> ModelIdentity:
+    kv = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=8, block_size=block_size, dtype="bfloat16")
     return ModelIdentity(weights=weights, architecture="a0", compute_dtype="bfloat16", numerics="n0", kv=kv)
 
 
@@ -121,6 +122,10 @@ class FakeInstance:
     @property
     def incarnation(self) -> str:
         return f"{self.address}/{self.generation}"
+
+    @property
+    def is_trusted(self) -> bool:
+        return True
 
     @property
     def is_usable(self) -> bool:
@@ -237,7 +242,9 @@ async def build_bench(prefill: Sequence[FakeInstance], decode: Sequence[FakeInst
     fleet = Fleet(PoolSettings(), router_id="router", model_name="m", metrics=metrics)
     fleet.prefill = Pool(Role.PREFILL, prefill, build_policy("round_robin"))  # type: ignore[arg-type]
     fleet.decode = Pool(Role.DECODE, decode, build_policy("round_robin"))  # type: ignore[arg-type]
-    record = RequestRecord("cmpl-1", "x-1", "completions", metrics=metrics, recompute_warning=RecomputeWarning())
+    record = RequestRecord(
+        "cmpl-1", "x-1", "completions", metrics=metrics, recompute_warning=RecomputeWarning(), tracer=NullTracer()
+    )
     try:
         yield Bench(fleet, metrics, record)
     finally:

@@ -6,7 +6,7 @@ import pytest
 from fake_instances import run
 
 from pdserve.errors import OverloadedError, RequestTimeoutError
-from pdserve.router.admission import Admission
+from pdserve.router.admission import Admission, Visitor
 from pdserve.router.config import AdmissionSettings
 from pdserve.router.metrics import RouterMetrics
 
@@ -16,7 +16,7 @@ def build(max_concurrent: int, max_queue: int) -> Admission:
 
 
 async def hold(admission: Admission, served: list[int], number: int, release: asyncio.Event) -> None:
-    async with admission.slot(asyncio.get_running_loop().time() + 10):
+    async with admission.slot(Visitor(), asyncio.get_running_loop().time() + 10):
         served.append(number)
         await release.wait()
 
@@ -87,7 +87,7 @@ def test_waiting_ends_at_the_deadline() -> None:
         first = asyncio.create_task(hold(admission, served, 0, release))
         await settle()
         with pytest.raises(RequestTimeoutError):
-            async with admission.slot(asyncio.get_running_loop().time() + 0.01):
+            async with admission.slot(Visitor(), asyncio.get_running_loop().time() + 0.01):
                 raise AssertionError
         release.set()
         await first

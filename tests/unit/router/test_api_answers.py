@@ -97,7 +97,7 @@ def test_choices_are_in_order_and_differ_and_each_can_be_had_by_its_seed() -> No
     assert len(set(expected)) == 4
     assert answer["usage"]["prompt_tokens"] == 5
     assert answer["usage"]["completion_tokens"] == 20
-    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     streamed = ["", "", "", ""]
     for chunk in stream(COMPLETIONS, prompt=[PROMPT, [8, 9]], n=2):
         (choice,) = chunk["choices"]

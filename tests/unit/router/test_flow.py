@@ -88,7 +88,7 @@ def test_short_prompt_is_not_handed_off() -> None:
             settings = HandoffSettings(disaggregation_threshold_tokens=4)
             assert (await collect(bench.build_flow(PROMPT, settings=settings)))[0] == EXPECTED
             assert p.messages == []
-            assert (await collect(bench.build_flow((*PROMPT, 8), settings=settings)))[0]
+            assert (await collect(bench.build_flow((8, *PROMPT), settings=settings)))[0]
             assert len(p.messages) == 1
 
     run(main())

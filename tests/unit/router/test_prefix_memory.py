@@ -4,13 +4,13 @@ from fake_instances import build_identity
 
 from pdserve.router.prefix_memory import PrefixMemory, hash_prompt
 
-DIGESTS = hash_prompt(build_identity(), list(range(70)), "")
+DIGESTS = hash_prompt(build_identity(block_size=16), list(range(70)), "")
 
 
 def test_only_full_blocks_have_digests_and_salts_never_meet() -> None:
     assert len(DIGESTS) == 4
-    assert not set(DIGESTS) & set(hash_prompt(build_identity(), list(range(70)), "salt"))
-    assert hash_prompt(build_identity(), [1] * 15, "") == []
+    assert not set(DIGESTS) & set(hash_prompt(build_identity(block_size=16), list(range(70)), "salt"))
+    assert hash_prompt(build_identity(block_size=16), [1] * 15, "") == []
 
 
 def test_known_blocks_are_the_leading_ones() -> None:
