@@ -31,6 +31,7 @@ from pdserve.connectors.nixl.report import TransferReport
 from pdserve.kv_layout import ModelIdentity
 
 _EXTENSIONS_A_LEASE = 4
+_READING_S = 0.002
 
 
 class Channel(Protocol):
@@ -262,15 +263,22 @@ class Consumer:
         self._reads.add(active, remote)
 
     def _read_on(self) -> None:
-        active = self._reads.first
-        peer, _ = self._loads[active.load.request_id]
-        try:
-            active_now = self._reads.advance()
-        except TransportError as error:
-            self._lose(peer, Failure(error.kind, error.reason))
-            return
-        if active_now is None:
-            return
+        """Read for a moment: several pieces where each is a copy in memory, one look where it is on a network."""
+        until = self._clock() + _READING_S
+        while self._reads:
+            active = self._reads.first
+            peer, _ = self._loads[active.load.request_id]
+            try:
+                has_piece = self._reads.advance()
+            except TransportError as error:
+                self._lose(peer, Failure(error.kind, error.reason))
+                return
+            if has_piece:
+                self._take_piece(peer, active)
+            if not has_piece or self._clock() >= until:
+                return
+
+    def _take_piece(self, peer: Peer, active: ActiveLoad) -> None:
         if active.ending is not None:
             self._end_early(peer, active, active.ending)
         elif active.is_read:

@@ -14,7 +14,7 @@ from pdserve.connectors.nixl.agent import RemotePool, TransferAgent
 from pdserve.connectors.nixl.loads import ActiveLoad
 from pdserve.connectors.nixl.pool_memory import PoolMemory
 
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 2 << 20
 
 
 class ReadQueue:
@@ -76,11 +76,8 @@ class ReadQueue:
             self._read = None
         self._queue = deque(entry for entry in self._queue if entry[0] is not active)
 
-    def advance(self) -> ActiveLoad | None:
-        """Start the next piece, or look after the one that is on its way.
-
-        Returns:
-            The load of which a piece has arrived; None when none has.
+    def advance(self) -> bool:
+        """Start the first load's next piece, or look after the one that is on its way; whether it has arrived.
 
         Raises:
             TransportError: the first load's producer is gone, or does not have such blocks.
@@ -98,9 +95,9 @@ class ReadQueue:
             if not self._agent.poll(read):
                 self._read = read
         if self._read is not None:
-            return None
+            return False
         self._take_piece(active)
-        return active
+        return True
 
     def _take_piece(self, active: ActiveLoad) -> None:
         load = active.load
