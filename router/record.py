@@ -10,6 +10,7 @@ from pdserve.protocol import KVTransferParams, Role, TimelineEvent
 from pdserve.router.instance import Instance
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.timeline import RequestTimeline
+from pdserve.router.tracing.tracer import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class RequestRecord:
         endpoint: ``completions`` or ``chat``.
         metrics: counts.
         recompute_warning: the router's.
+        tracer: hears of the end.
+        traceparent: the client's header of this name.
     """
 
     def __init__(
@@ -54,7 +57,11 @@ class RequestRecord:
         *,
         metrics: RouterMetrics,
         recompute_warning: RecomputeWarning,
+        tracer: RequestTracer,
+        traceparent: str = "",
     ) -> None:
+        self._tracer = tracer
+        self._traceparent = traceparent
         self.timeline = RequestTimeline(response_id, request_id)
         self.timeline.add("arrived")
         self.metrics = metrics
@@ -104,6 +111,7 @@ class RequestRecord:
             "total_ms": round(1000 * total_s, 1),
         }
         self._log(outcome, ttft_ms, total_s)
+        self._tracer.emit(self.timeline, self._traceparent)
 
     def _log(self, outcome: str, ttft_ms: float | None, total_s: float) -> None:
         instances = dict.fromkeys(leg["instance_id"] for leg in self.timeline.instances)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -28,6 +29,7 @@ def build_app(service: RouterService) -> FastAPI:
             yield
         finally:
             await service.fleet.close()
+            await asyncio.to_thread(service.tracer.close)
 
     app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None, lifespan=run_fleet)
     app.add_middleware(HttpBoundary)

@@ -16,6 +16,7 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.record import RecomputeWarning
 from pdserve.router.timeline import TimelineStore
+from pdserve.router.tracing.tracer import NullTracer, RequestTracer
 from pdserve.text.chat_template import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 
@@ -39,6 +40,7 @@ class RouterService:
         metrics: counts.
         timelines: of the last requests.
         recompute_warning: the one that all requests share.
+        tracer: gets every request's timeline at its end.
         created_s: when this router started, seconds since the epoch.
     """
 
@@ -51,6 +53,7 @@ class RouterService:
     metrics: RouterMetrics
     timelines: TimelineStore
     recompute_warning: RecomputeWarning = field(default_factory=RecomputeWarning)
+    tracer: RequestTracer = field(default_factory=NullTracer)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, model: str | None) -> None:
