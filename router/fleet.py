@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import zmq.asyncio
@@ -115,6 +115,11 @@ class Fleet:
             if address not in present:
                 self._join(role, address)
 
+    def apply(self, members: Mapping[Role, Sequence[str]]) -> None:
+        """Make both pools consist of these."""
+        for role, addresses in members.items():
+            self.set_members(role, addresses)
+
     def _join(self, role: Role, address: str) -> None:
         retiring = self._retiring.pop((role, address), None)
         if retiring is not None:
@@ -204,6 +209,11 @@ class Fleet:
         """What all admitted instances have in common; None while there is none."""
         members = [*self.decode.members, *self.prefill.members]
         return members[0].ready.identity if members and members[0].ready else None
+
+    @property
+    def is_retiring(self) -> bool:
+        """Whether instances that left still have work."""
+        return bool(self._retiring)
 
     @property
     def is_serving(self) -> bool:

@@ -22,14 +22,18 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+from pdserve.announcements import AnnouncementBoard
 from pdserve.checkpoint import prepare_tokenizer, resolve_model
 from pdserve.errors import ConfigError
 from pdserve.log import configure_logging
 from pdserve.router.admission import Admission
 from pdserve.router.api.app import build_app
 from pdserve.router.api.service import RouterService
-from pdserve.router.config import HttpSettings, RouterSettings, check_settings
+from pdserve.router.config import HttpSettings, PoolSettings, RouterSettings, check_settings
 from pdserve.router.fleet import Fleet
+from pdserve.router.membership.directory import Directory
+from pdserve.router.membership.instances_file import InstancesFile
+from pdserve.router.membership.redis_directory import RedisDirectory
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.timeline import TimelineStore
 from pdserve.router.tracing.tracer import build_tracer
@@ -115,8 +119,22 @@ def build_service(settings: RouterSettings) -> RouterService:
         admission=Admission(settings.admission, metrics),
         metrics=metrics,
         timelines=TimelineStore(settings.admission.timeline_capacity),
+        directory=build_directory(settings.pools),
         tracer=build_tracer(settings.tracing, model_name),
     )
+
+
+def build_directory(settings: PoolSettings) -> Directory | None:
+    """Where the list of instances comes from when it may change; None when it is given once.
+
+    Raises:
+        ConfigError: Redis cannot be used.
+    """
+    if settings.instances_file is not None:
+        return InstancesFile(Path(settings.instances_file))
+    if settings.discovery is not None:
+        return RedisDirectory(AnnouncementBoard(settings.discovery))
+    return None
 
 
 def _serve(settings: RouterSettings, listening: socket.socket) -> int:

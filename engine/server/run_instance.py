@@ -6,6 +6,7 @@ threads, then the model, and only then the first answer to a router.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -19,7 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from pdserve.announcements import Announcement, AnnouncementBoard
 from pdserve.engine.server.about import build_about
+from pdserve.engine.server.announcer import Announcer
 from pdserve.engine.server.counters import ServerCounters
 from pdserve.engine.server.http_port import HttpPort, build_app
 from pdserve.engine.server.inbox import Inbox, Page
@@ -121,11 +124,11 @@ class _Instance:
         http_port = HttpPort(app, http_socket)
         http_port.start()
         try:
-            return self._load_and_serve(router_socket, note)
+            return self._load_and_serve(router_socket, note, port)
         finally:
             http_port.close()
 
-    def _load_and_serve(self, router_socket: zmq.Socket[bytes], note: ReadyNote) -> int:
+    def _load_and_serve(self, router_socket: zmq.Socket[bytes], note: ReadyNote, port: int) -> int:
         engine = self._build_engine(note)
         try:
             self._server = self._build_server(engine, router_socket, note)
@@ -136,9 +139,23 @@ class _Instance:
             )  # fmt: skip
             if self._config.instance.ready_file is not None:
                 note.write(Path(self._config.instance.ready_file))
-            return self._server.run()
+            with self._announced(note, port):
+                return self._server.run()
         finally:
             engine.close()
+
+    def _announced(self, note: ReadyNote, port: int) -> contextlib.AbstractContextManager[object]:
+        """Tells routers of the instance while it serves, where a Redis is given."""
+        settings = self._config.instance
+        if settings.discovery is None:
+            return contextlib.nullcontext()
+        announcement = Announcement(
+            role=self._role,
+            address=settings.resolve_advertised_address(port),
+            instance_id=note.instance_id,
+            generation=note.generation,
+        )
+        return Announcer(AnnouncementBoard(settings.discovery), announcement)
 
     def _build_engine(self, note: ReadyNote) -> EngineCore:
         import torch

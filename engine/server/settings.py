@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, field
 
 from pdserve.engine.config import EngineConfig
@@ -10,6 +11,7 @@ from pdserve.settings import section, setting
 
 _HTTP_PORT_DISTANCE = 1000
 _MAX_PORT = 65535
+_EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,12 @@ class InstanceSettings:
         10.0, help="a router silent for this long is given up and its requests are aborted", minimum=0.1
     )
     heartbeat_interval_s: float = setting(1.0, help="routers hear of the load this often", minimum=0.01)
+    discovery: str | None = setting(
+        None, help="Redis where this instance announces itself to routers, like redis://host:6379/0", metavar="URL"
+    )
+    advertise_host: str | None = setting(
+        None, help="host that routers connect to; default: --host, or this machine's name for 0.0.0.0", metavar="HOST"
+    )
     debug_blocks: bool = setting(False, help="serve GET /debug/blocks: who holds which KV block, and since when")
     watchdog_interval_s: float = setting(
         0.0, help="compare KV blocks with their holders this often and tell of mistakes; 0 = never", minimum=0
@@ -48,6 +56,11 @@ class InstanceSettings:
             return self.http_port
         wanted = self.port + _HTTP_PORT_DISTANCE if self.port else 0
         return wanted if wanted <= _MAX_PORT else 0
+
+    def resolve_advertised_address(self, port: int) -> str:
+        """HOST:PORT where routers find the instance."""
+        host = self.advertise_host or (socket.gethostname() if self.host in _EVERY_ADDRESS else self.host)
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def resolve_instance_id(self, role: Role, port: int) -> str:
         """The instance's name, with the port that was bound."""

@@ -17,6 +17,7 @@ from pdserve.router.api import generate, operations, page, status
 from pdserve.router.api.boundary import HttpBoundary
 from pdserve.router.api.errors import error_response, json_response
 from pdserve.router.api.service import RouterService
+from pdserve.router.membership.directory import follow
 
 
 def build_app(service: RouterService) -> FastAPI:
@@ -25,9 +26,12 @@ def build_app(service: RouterService) -> FastAPI:
     @asynccontextmanager
     async def run_fleet(_: FastAPI) -> AsyncIterator[None]:
         service.fleet.start()
+        following = asyncio.create_task(_follow_members(service))
         try:
             yield
         finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
             await service.fleet.close()
             await asyncio.to_thread(service.tracer.close)
 
@@ -38,6 +42,12 @@ def build_app(service: RouterService) -> FastAPI:
     _add_generation_routes(app, service)
     _add_operation_routes(app, service)
     return app
+
+
+async def _follow_members(service: RouterService) -> None:
+    """Keep the pools as their list says, where it may change."""
+    if service.directory is not None:
+        await follow(service.directory, service.fleet.apply, service.settings.pools.discovery_interval_s)
 
 
 def _add_generation_routes(app: FastAPI, service: RouterService) -> None:

@@ -13,6 +13,7 @@ from pdserve.errors import RequestError
 from pdserve.router.admission import Admission
 from pdserve.router.config import RouterSettings
 from pdserve.router.fleet import Fleet
+from pdserve.router.membership.directory import Directory
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.record import RecomputeWarning
 from pdserve.router.timeline import TimelineStore
@@ -40,6 +41,7 @@ class RouterService:
         metrics: counts.
         timelines: of the last requests.
         recompute_warning: the one that all requests share.
+        directory: lists the instances; None where they are given once.
         tracer: gets every request's timeline at its end.
         created_s: when this router started, seconds since the epoch.
     """
@@ -53,6 +55,7 @@ class RouterService:
     metrics: RouterMetrics
     timelines: TimelineStore
     recompute_warning: RecomputeWarning = field(default_factory=RecomputeWarning)
+    directory: Directory | None = None
     tracer: RequestTracer = field(default_factory=NullTracer)
     created_s: int = field(default_factory=lambda: int(time.time()))
 

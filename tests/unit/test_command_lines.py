@@ -20,7 +20,7 @@ ENGINE = """
 """
 INSTANCE = """
     --host --port --http-port --instance-id --drain-timeout-s --session-timeout-s --heartbeat-interval-s
-    --debug-blocks --watchdog-interval-s --max-transfer-age-s --log-level --ready-file
+    --debug-blocks --watchdog-interval-s --max-transfer-age-s --discovery --advertise-host --log-level --ready-file
 """
 ROUTING = """
     --prefill-policy --decode-policy --disaggregation-threshold-tokens --max-tries --prefill-wait-s
