@@ -42,11 +42,12 @@ class BlockMemory:
         row: npt.NDArray[np.uint8] = self._rows[block_id]
         return row.data
 
-    def copy_out(self, block_id: int, num_tokens: int, target: npt.NDArray[np.uint8]) -> None:
+    def copy_out(self, block_id: int, num_tokens: int, target: memoryview) -> None:
         """Copy a block, with zeros in the slots behind ``num_tokens``: what others left there stays here."""
-        np.copyto(target, self._rows[block_id])
+        bytes_of_target: npt.NDArray[np.uint8] = np.frombuffer(target, dtype=np.uint8)
+        np.copyto(bytes_of_target, self._rows[block_id])
         if num_tokens < self._block_size:
-            per_token: npt.NDArray[np.uint8] = target.reshape(self._by_token)
+            per_token: npt.NDArray[np.uint8] = bytes_of_target.reshape(self._by_token)
             per_token[:, num_tokens:] = 0
 
     def wipe(self, block_id: int) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from pdserve.connectors.base import KVRequest
 from pdserve.kv_layout import BlockKey
 
 
@@ -59,3 +62,12 @@ class StepMetadata(msgspec.Struct, frozen=True):
     loads: list[LoadRequest] = []
     saves: list[SaveRequest] = []
     forgotten_request_ids: list[str] = []
+
+
+def pair_blocks(request: KVRequest, block_ids: Sequence[int], start: int, end: int) -> list[BlockTransfer]:
+    """Keys ``start`` to ``end`` of the prompt with the blocks where they lie.
+
+    A count that goes beyond the keys gives a load that ends early, which is reported as a failure.
+    """
+    pairs = zip(request.block_keys[start:end], block_ids[start:end], strict=False)
+    return [BlockTransfer(key.digest, key.num_tokens, block_id) for key, block_id in pairs]

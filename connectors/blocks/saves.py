@@ -154,7 +154,7 @@ class BlockSaver:
             self._drop(sender, block.digest, "timeout")
             return
         self._congestion.count_success()
-        memory.copy_out(block.block_id, block.num_tokens, self._staging.get_buffer(slot)[HEADER_BYTES:])
+        memory.copy_out(block.block_id, block.num_tokens, self._staging.get_buffer(slot).data[HEADER_BYTES:])
         with self._lock:
             self._writing[block.digest] = [sender]
             sender.pending.add(block.digest)

@@ -13,7 +13,7 @@ from pdserve.connectors.base import (
     ScheduledTokens,
     StepPlan,
 )
-from pdserve.connectors.blocks.messages import BlockTransfer, LoadRequest, SaveRequest, StepMetadata
+from pdserve.connectors.blocks.messages import LoadRequest, SaveRequest, StepMetadata, pair_blocks
 from pdserve.connectors.blocks.store import BlockIndex
 from pdserve.protocol import KVTransferParams
 
@@ -68,7 +68,7 @@ class StoreScheduler:
         if num_external_tokens > 0:
             start = num_computed_tokens // self._block_size
             end = self._context.spec.num_blocks_for(num_computed_tokens + num_external_tokens)
-            blocks = _pair_blocks(request, block_ids, start, end)
+            blocks = pair_blocks(request, block_ids, start, end)
             self._loads.append(LoadRequest(request.request_id, num_external_tokens, blocks))
             self._loading.add(request.request_id)
 
@@ -119,7 +119,7 @@ class StoreScheduler:
             start = self._num_saved_blocks.get(request_id, 0)
             end = self._count_complete_blocks(item)
             if start < end:
-                blocks = _pair_blocks(item.request, item.block_ids, start, end)
+                blocks = pair_blocks(item.request, item.block_ids, start, end)
                 saves.append(SaveRequest(request_id, blocks))
                 self._num_saved_blocks[request_id] = end
         return saves
@@ -139,12 +139,3 @@ class StoreScheduler:
             num_tokens=request.num_prompt_tokens,
             num_bytes=len(request.block_keys) * self._context.spec.block_bytes,
         )
-
-
-def _pair_blocks(request: KVRequest, block_ids: Sequence[int], start: int, end: int) -> list[BlockTransfer]:
-    """Keys ``start`` to ``end`` of the prompt with the blocks where they lie.
-
-    A count that goes beyond the keys gives a load that ends early, which is reported as a failure.
-    """
-    pairs = zip(request.block_keys[start:end], block_ids[start:end], strict=False)
-    return [BlockTransfer(key.digest, key.num_tokens, block_id) for key, block_id in pairs]
