@@ -93,3 +93,64 @@ def test_waiting_ends_at_the_deadline() -> None:
         await first
 
     run(main())
+
+
+def test_waiting_requests_go_by_priority_and_then_by_age() -> None:
+    async def main() -> None:
+        admission, served, release = build(1, 10), [], asyncio.Event()
+        first = asyncio.create_task(hold(admission, served, 0, release))
+        await settle()
+
+        async def come(number: int, priority: int) -> None:
+            async with admission.slot(Visitor(priority=priority), asyncio.get_running_loop().time() + 10):
+                served.append(number)
+
+        tasks = []
+        for number, priority in ((1, 0), (2, 5), (3, -1), (4, 0), (5, -1)):
+            tasks.append(asyncio.create_task(come(number, priority)))
+            await settle()
+        release.set()
+        await asyncio.gather(first, *tasks)
+        assert served == [0, 3, 5, 1, 4, 2]
+
+    run(main())
+
+
+def test_waiting_is_seen_while_it_lasts_and_afterwards() -> None:
+    async def main() -> None:
+        metrics = RouterMetrics()
+        admission = Admission(AdmissionSettings(max_concurrent=1, max_queue=1), metrics)
+        served, release = [], asyncio.Event()
+        read = metrics.registry.get_sample_value
+        assert read("pdserve_router_oldest_waiting_seconds") == 0
+        tasks = [asyncio.create_task(hold(admission, served, i, release)) for i in range(2)]
+        await settle()
+        assert read("pdserve_router_oldest_waiting_seconds") > 0
+        assert read("pdserve_router_queue_time_seconds_count") == 1
+        release.set()
+        await asyncio.gather(*tasks)
+        assert read("pdserve_router_oldest_waiting_seconds") == 0
+        assert read("pdserve_router_queue_time_seconds_count") == 2
+
+    run(main())
+
+
+def test_key_that_uses_all_it_may_is_refused_and_pays_for_its_output() -> None:
+    async def main() -> None:
+        settings = AdmissionSettings(key_max_concurrent=1, key_tokens_per_minute=6000)
+        admission = Admission(settings, RouterMetrics())
+        deadline_s = asyncio.get_running_loop().time() + 10
+        async with admission.slot(Visitor("a"), deadline_s):
+            with pytest.raises(OverloadedError, match="1 requests in progress"):
+                async with admission.slot(Visitor("a"), deadline_s):
+                    raise AssertionError
+            async with admission.slot(Visitor("b"), deadline_s):
+                pass
+        visitor = Visitor("a", num_prompt_tokens=10)
+        async with admission.slot(visitor, deadline_s):
+            visitor.num_output_tokens = 10**6
+        with pytest.raises(OverloadedError, match="6000 tokens a minute"):
+            async with admission.slot(Visitor("a"), deadline_s):
+                raise AssertionError
+
+    run(main())

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from fake_instances import build_identity
 
-from pdserve.router.prefix_memory import PrefixMemory, hash_prompt
+from pdserve.protocol import CacheEvents
+from pdserve.router.prefix_memory import PrefixMemory, PrefixMode, hash_prompt
 
 DIGESTS = hash_prompt(build_identity(block_size=16), list(range(70)), "")
 
@@ -31,3 +32,20 @@ def test_memory_is_bounded_by_the_instances_blocks_and_ends_with_it() -> None:
     assert memory.count_known_blocks("a", DIGESTS[1:2]) == 1
     memory.forget("a")
     assert memory.count_known_blocks("a", DIGESTS[1:2]) == 0
+
+
+def test_what_the_instance_tells_replaces_what_was_thought() -> None:
+    memory, digests = PrefixMemory(), [b"a", b"b", b"c"]
+    memory.note("x", digests, 100)
+    assert memory.mode("x") is PrefixMode.APPROXIMATE
+    memory.apply("x", CacheEvents(stored=[b"a"], replaces_all=True))
+    assert memory.mode("x") is PrefixMode.EXACT
+    assert memory.count_known_blocks("x", digests) == 1
+    memory.note("x", digests, 100)
+    assert memory.count_known_blocks("x", digests) == 1
+    memory.apply("x", CacheEvents(stored=[b"b", b"c"]))
+    assert memory.count_known_blocks("x", digests) == 3
+    memory.apply("x", CacheEvents(evicted=[b"a"]))
+    assert memory.count_known_blocks("x", digests) == 0
+    memory.forget("x")
+    assert memory.mode("x") is PrefixMode.APPROXIMATE
