@@ -21,6 +21,8 @@ from pdserve.kv_layout import ModelIdentity
 
 _PATIENCE_S = 2.0
 """How long a message about a transfer may wait for the step that announces it to this half."""
+_ATTENTION_S = 2.0
+"""After each message the agent is kept going: NIXL's first connection, and reads over a network, need both ends."""
 _MAX_EARLY_MESSAGES = 4096
 _NEVER_OFFERED = "no such transfer was offered"
 
@@ -74,6 +76,7 @@ class Producer:
         self._checksum_threads = TaskThreads("kv-checksum", 1)
         self._checksums: dict[str, bytes] = {}
         self._closing: dict[str, _Closing] = {}
+        self._attentive_until = float("-inf")
         self._early: list[tuple[float, bytes, TransferMessage]] = []
 
     # --- the engine's wishes --------------------------------------------------------------------------------
@@ -96,6 +99,7 @@ class Producer:
 
     def receive(self, reader: bytes, message: wire.ConsumerMessage) -> None:
         """Answer one message of the consumer that ``reader`` names."""
+        self._attentive_until = self._clock() + _ATTENTION_S
         match message:
             case wire.Hello():
                 self._greet(reader, message)
@@ -108,9 +112,9 @@ class Producer:
     # --- time ------------------------------------------------------------------------------------------------
 
     @property
-    def is_read(self) -> bool:
-        """Whether a consumer may be reading now."""
-        return self._leases.is_read
+    def wants_progress(self) -> bool:
+        """Whether a consumer may be connecting or reading now, perhaps something that it is just being refused."""
+        return self._leases.is_read or self._clock() < self._attentive_until
 
     @property
     def next_due(self) -> float | None:

@@ -126,7 +126,7 @@ class TransferThread:
             else:
                 side.producer.receive(reader, message)
         side.producer.advance()
-        if side.producer.is_read:
+        if side.producer.wants_progress:
             self._agent.progress()
 
     def _get_wait_s(self) -> float:
@@ -139,7 +139,7 @@ class TransferThread:
             due = self._side.producer.next_due
             if due is not None:
                 wait_s = min(wait_s, due - self._clock())
-            if self._side.producer.is_read:
+            if self._side.producer.wants_progress:
                 wait_s = min(wait_s, _PROGRESS_INTERVAL_S)
         return min(max(wait_s, 0.0), _LONGEST_WAIT_S)
 
