@@ -84,7 +84,8 @@ class _Run:
         tasks = []
         async with asyncio.TaskGroup() as group:
             for index, due_s in enumerate(self._plan.due_times_s):
-                if (delay_s := due_s - self._clock()) > 0:
+                # The loop's timer may wake up to a millisecond early.
+                while (delay_s := due_s - self._clock()) > 0:
                     await asyncio.sleep(delay_s)
                 tasks.append(group.create_task(self._send(index, due_s)))
         return [task.result() for task in tasks]
