@@ -49,6 +49,7 @@ def build_status(service: RouterService) -> dict[str, Any]:
         "requests": {
             "num_running": int(gauges["num_requests_running"]),
             "num_waiting": int(gauges["num_requests_waiting"]),
+            "oldest_waiting_s": round(gauges["oldest_waiting_seconds"], 3),
         },
         "counters": service.metrics.read_values("counter"),
         "pools": [
@@ -104,11 +105,15 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
 
 
 def _state_of(instance: Instance) -> tuple[str, str]:
-    """``ready``, ``draining``, ``refused`` or ``absent``, and why where that is known."""
+    """``ready``, ``draining``, ``leaving``, ``resting``, ``refused`` or ``absent``, and why where that is known."""
     if instance.ready is None:
         return "absent", instance.last_problem
     if instance.refusal is not None:
         return "refused", instance.refusal
+    if instance.health.is_ejected:
+        return "resting", "it failed several requests in a row by its own fault; it gets one as a probe before others"
+    if instance.is_leaving:
+        return "leaving", "it was taken out of the pool and finishes what runs"
     return ("draining" if instance.load.draining else "ready"), ""
 
 

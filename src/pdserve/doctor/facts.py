@@ -54,7 +54,7 @@ class RouterStatus(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     is_serving: bool
     limits: dict[str, float]
-    requests: dict[str, int]
+    requests: dict[str, float]
     counters: dict[str, float]
     pools: list[RouterPool]
 

@@ -125,6 +125,11 @@ def check_router_view(deployment: Deployment) -> list[Finding]:
                 Finding(instance.name, f"it answers here, but the router has no connection to it{why}",
                         "look for a firewall, another network or an address that means another machine there")
             )  # fmt: skip
+        elif seen.state == "resting":
+            findings.append(
+                Finding(instance.name, "the router passes it over, because it failed several requests in a row",
+                        "see its log for the errors; it gets work again once it answers one")
+            )  # fmt: skip
         elif seen.silence_s is not None and seen.silence_s > _SILENCE_S:
             findings.append(
                 Finding(instance.name, f"the router has heard nothing from it for {seen.silence_s:.0f} s",

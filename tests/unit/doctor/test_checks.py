@@ -169,6 +169,7 @@ WRONG = [
     ("draining", lambda: with_instance(Role.DECODE, ready_load=InstanceLoad(draining=True)), "it drains"),
     ("router-view", lambda: with_view(state="refused", reason="weights"), "the router refuses it: weights"),
     ("router-view", lambda: with_view(state="absent", reason="no connection"), "no connection to it (no connection)"),
+    ("router-view", lambda: with_view(state="resting"), "passes it over"),
     ("router-view", lambda: with_view(silence_s=9.0), "has heard nothing from it for 9 s"),
     (
         "queues",
