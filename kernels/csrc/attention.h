@@ -111,19 +111,14 @@ PDS_INLINE void update_row(float* scores, int64_t seen, int64_t width, float sca
     return;
   }
   for (int64_t i = seen; i < width; ++i) scores[i] = kMinusInfinity;
-  const Vec factor = splat(scale);
   Vec most = splat(kMinusInfinity);
-  for (int64_t i = 0; i < width; i += kWidth) {
-    const Vec scaled = load(scores + i) * factor;
-    store(scores + i, scaled);
-    most = larger(most, scaled);
-  }
-  const float tile_most = max_lanes(most);
+  for (int64_t i = 0; i < width; i += kWidth) most = larger(most, load(scores + i));
+  const float tile_most = max_lanes(most) * scale;
   const float new_most = tile_most > state.most ? tile_most : state.most;
-  const Vec shift = splat(new_most);
+  const Vec factor = splat(scale), shift = splat(-new_most);
   Vec sum = splat(0.0f);
   for (int64_t i = 0; i < width; i += kWidth) {
-    const Vec p = exp2(load(scores + i) - shift);
+    const Vec p = exp2(fma(load(scores + i), factor, shift));
     store(scores + i, p);
     sum = sum + p;
   }

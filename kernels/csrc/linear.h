@@ -14,7 +14,8 @@ using LinearMath = WideMath;
 #endif
 using LinearRow = LinearMath::Row;
 
-constexpr int64_t kRowBlockBytes = 384 << 10;  // of rows that stay in the second-level cache beside a panel
+constexpr int64_t kRowBlockBytes = 384 << 10;  // of rows and of panels that share the second-level cache
+constexpr int64_t kPartBytes = 256 << 10;
 constexpr int64_t kAheadBytes = 4096;          // how far ahead of a single pass over the weights memory is read
 
 PDS_INLINE int64_t pairs_of(int64_t count) { return (count + 1) / 2; }
@@ -87,31 +88,43 @@ struct LinearCall {
   int64_t threads;
 };
 
+// A part of the panels that stays in the second-level cache while rows pass over it: tile by tile, so that a tile's rows
+// stay in the first-level cache while all panels of the part pass over them.
+template <class Out>
+void multiply_part(const LinearCall<Out>& call, int64_t first_panel, int64_t num_panels, const Cut& tiles, int64_t begin) {
+  const int64_t pairs = pairs_of(call.layer->in_features), panel_elements = pairs * kPanel * 2;
+  const int64_t panel_bytes = panel_elements * static_cast<int64_t>(sizeof(uint16_t));
+  const uint16_t* panels = call.layer->panels + first_panel * panel_elements;
+  const auto* next = reinterpret_cast<const char*>(panels + num_panels * panel_elements);
+  float sums[kTileRows * kPanel];
+  for (int64_t t = 0; t < tiles.parts; ++t) {
+    const int64_t row = begin + tiles.begin(t), rows = begin + tiles.begin(t + 1) - row;
+    for (int64_t p = 0; p < num_panels; ++p) {
+      const uint16_t* panel = panels + p * panel_elements;
+      const int64_t fetched = (t * num_panels + p) * panel_bytes / tiles.parts;
+      const Ahead ahead = tiles.parts == 1 ? Ahead{reinterpret_cast<const char*>(panel) + kAheadBytes, 128}
+                                           : Ahead{next + fetched, 128 / tiles.parts + 1};
+      tile_function<LinearMath>(rows)(call.x.data + row * call.x.stride, call.x.stride, panel, pairs, sums, kPanel, false,
+                                      ahead);
+      finish_tile(sums, rows, (first_panel + p) * kPanel, *call.layer, call.out + row * call.out_stride, call.out_stride);
+    }
+  }
+}
+
 // All rows times the panels [first_panel, last_panel).
 template <class Out>
 void multiply_panels(const LinearCall<Out>& call, int64_t first_panel, int64_t last_panel) {
   const int64_t pairs = pairs_of(call.layer->in_features);
-  const int64_t panel_elements = pairs * kPanel * 2;
-  const int64_t panel_bytes = panel_elements * static_cast<int64_t>(sizeof(uint16_t));
   const int64_t row_bytes = 2 * pairs * static_cast<int64_t>(sizeof(LinearRow));
-  const int64_t block_rows = (kRowBlockBytes / row_bytes / kTileRows + 1) * kTileRows;
-  const Cut blocks(call.rows, block_rows);
-  float sums[kTileRows * kPanel];
+  const int64_t panel_bytes = 2 * pairs * kPanel * static_cast<int64_t>(sizeof(uint16_t));
+  const Cut blocks(call.rows, (kRowBlockBytes / row_bytes / kTileRows + 1) * kTileRows);
+  const Cut parts(last_panel - first_panel, kPartBytes / panel_bytes + 1);
   for (int64_t b = 0; b < blocks.parts; ++b) {
-    const int64_t begin = blocks.begin(b), count = blocks.begin(b + 1) - begin;
-    const Cut tiles(count, kTileRows);
-    for (int64_t p = first_panel; p < last_panel; ++p) {
-      const uint16_t* panel = call.layer->panels + p * panel_elements;
-      const char* next = reinterpret_cast<const char*>(panel) + panel_bytes;
-      for (int64_t t = 0; t < tiles.parts; ++t) {
-        const int64_t row = begin + tiles.begin(t), rows = begin + tiles.begin(t + 1) - row;
-        const Ahead ahead = tiles.parts == 1
-                                ? Ahead{reinterpret_cast<const char*>(panel) + kAheadBytes, 128}
-                                : Ahead{next + panel_bytes * t / tiles.parts, 128 / tiles.parts + 1};
-        tile_function<LinearMath>(rows)(call.x.data + row * call.x.stride, call.x.stride, panel, pairs, sums, kPanel,
-                                        false, ahead);
-        finish_tile(sums, rows, p * kPanel, *call.layer, call.out + row * call.out_stride, call.out_stride);
-      }
+    const int64_t begin = blocks.begin(b);
+    const Cut tiles(blocks.begin(b + 1) - begin, kTileRows);
+    for (int64_t p = 0; p < parts.parts; ++p) {
+      const int64_t first = first_panel + parts.begin(p);
+      multiply_part(call, first, first_panel + parts.begin(p + 1) - first, tiles, begin);
     }
   }
 }

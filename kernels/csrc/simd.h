@@ -142,22 +142,34 @@ PDS_INLINE void store_some(uint16_t* p, Vec v, int64_t n) {
   memcpy(p, lanes, static_cast<size_t>(n) * sizeof(uint16_t));
 }
 
-// Over the lanes, as a tree of a fixed shape.
-PDS_INLINE float sum_lanes(Vec v) {
-  float lanes[kWidth];
-  store(lanes, v);
-  for (int half = kWidth / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
+// Over the lanes, as a tree of a fixed shape: halves are folded onto each other.
+#if PDS_LEVEL >= 1
+#if PDS_LEVEL >= 2
+PDS_INLINE __m256 lower_half(Vec v) { return _mm512_castps512_ps256(v); }
+PDS_INLINE __m256 upper_half(Vec v) { return _mm512_extractf32x8_ps(v, 1); }
+PDS_INLINE float sum_lanes(__m256 v);
+PDS_INLINE float max_lanes(__m256 v);
+PDS_INLINE float sum_lanes(Vec v) { return sum_lanes(_mm256_add_ps(lower_half(v), upper_half(v))); }
+PDS_INLINE float max_lanes(Vec v) { return max_lanes(_mm256_max_ps(lower_half(v), upper_half(v))); }
+#endif
+PDS_INLINE float sum_lanes(__m256 v) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
+PDS_INLINE float max_lanes(__m256 v) {
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+#else
+PDS_INLINE float sum_lanes(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 PDS_INLINE float max_lanes(Vec v) {
-  float lanes[kWidth];
-  store(lanes, v);
-  float most = lanes[0];
-  for (int i = 1; i < kWidth; ++i) most = lanes[i] > most ? lanes[i] : most;
+  float most = v[0];
+  for (int i = 1; i < kWidth; ++i) most = v[i] > most ? v[i] : most;
   return most;
 }
+#endif
 
 // 2^x to about 1e-7; 0 below -125, exactly 1 at 0. x above 127 counts as 127; NaN stays NaN.
 PDS_INLINE Vec exp2(Vec x) {
