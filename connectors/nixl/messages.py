@@ -5,6 +5,8 @@ Downwards (`StepMetadata`) once a step; upwards (`Endpoint`) once in the worker'
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from pdserve.connectors.nixl.options import CONNECTOR_NAME
@@ -40,7 +42,7 @@ class TransferReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     transfer_id: str
     generation: str
     address: str
-    lease_s: float
+    lease_s: Annotated[float, msgspec.Meta(gt=0)]
     block_ids: list[int]
 
 
