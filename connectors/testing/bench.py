@@ -1,7 +1,7 @@
 """What a check works with: engines that exchange KV, stepped side by side, and words for what is expected.
 
-Every check gets a bench of its own. Its engines serve a model that nobody served before, so checks that share one
-store never see each other's blocks.
+Every check gets a bench of its own. Its engines serve a model that nobody served before, with prompts that nobody
+used before, so checks that share one store never see each other's blocks, even if the connector confuses models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pdserve.connectors.base import ConnectorContext, KVRequest
-from pdserve.connectors.testing.harness import EngineHarness, WorkerWrapper
+from pdserve.connectors.testing.harness import Blame, EngineHarness, WorkerWrapper
 from pdserve.connectors.testing.kv_content import TINY_SPEC, build_context
 from pdserve.connectors.testing.patience import Patience
 from pdserve.connectors.testing.target import ConformanceTarget, StoredBlocks
@@ -22,7 +22,8 @@ from pdserve.kv_layout import BlockHasher, BlockKey, KVCacheSpec
 from pdserve.protocol import KVTransferParams, Role
 
 _PAUSE_S = 0.0003
-_NUM_FILLER_STEPS = 20
+_LEAST_STEPS = 200
+_NUM_FILLER_STEPS = 100
 
 
 class Bench:
@@ -41,10 +42,11 @@ class Bench:
         self.block_size = TINY_SPEC.block_size
         self._patience = patience
         self._run = secrets.token_hex(4)
+        self._first_token = secrets.randbelow(1 << 31)
         self._engines: list[EngineHarness] = []
         self._num_started = 0
         self._num_requests = 0
-        self._blame: str | None = None
+        self._blame: Blame | None = None
 
     # --- engines --------------------------------------------------------------------------------------------
 
@@ -105,8 +107,9 @@ class Bench:
     # --- prompts --------------------------------------------------------------------------------------------
 
     def make_prompt(self, num_tokens: int, family: int = 0) -> list[int]:
-        """A prompt; those of one family are prefixes of each other, others share nothing."""
-        return [1000 * family + 7 + position for position in range(num_tokens)]
+        """A prompt; those of one family are prefixes of each other, others and those of other benches share nothing."""
+        start = self._first_token + 1000 * family
+        return list(range(start, start + num_tokens))
 
     def make_name(self) -> str:
         """A request id that this bench has not used."""
@@ -150,9 +153,12 @@ class Bench:
         name = name or self.make_name()
         decision = producer.prefill(name, token_ids, chunk=chunk, salt=salt, adapter=adapter)
         if not decision.hold_blocks and decision.expects_sent:
-            self.wait_for_send(producer, name)
-        is_whole = producer.sent.get(name, True)
-        return decision.kv_transfer_params if is_whole else None
+            is_whole = self.wait_for_send(producer, name)
+            if not is_whole:
+                return None
+            keys = self.build_keys(producer, token_ids, salt=salt, adapter=adapter)
+            self._require_stored(keys, name, rule_of_loss="R6" if chunk else "R10")
+        return decision.kv_transfer_params
 
     def look_up(self, consumer: EngineHarness, request_id: str, num_local_tokens: int = 0) -> int:
         """Ask, and ask again where the connector wants it; tokens beyond the local ones."""
@@ -207,30 +213,51 @@ class Bench:
 
     # --- waiting --------------------------------------------------------------------------------------------
 
-    def step_all(self) -> None:
-        """One idle step of every engine, and a moment for the connectors' threads."""
-        for engine in self._engines:
+    def step_all(self, engines: Sequence[EngineHarness] | None = None) -> None:
+        """One idle step of every engine, or of some, and a moment for the connectors' threads."""
+        for engine in self._engines if engines is None else engines:
             engine.step()
         time.sleep(_PAUSE_S)
 
-    def run_until(self, condition: Callable[[], bool], message: str, rule: str) -> None:
-        """Idle steps of all engines until ``condition`` holds.
+    def run_until(
+        self,
+        condition: Callable[[], bool],
+        message: str,
+        rule: str,
+        *,
+        engines: Sequence[EngineHarness] | None = None,
+        extra_s: float = 0.0,
+    ) -> None:
+        """Idle steps until ``condition`` holds.
+
+        Args:
+            condition: what must come.
+            message: what is wrong when it does not.
+            rule: the rule that is broken then.
+            engines: those that are stepped; all, unless others have to stand still.
+            extra_s: what the wait may take on top of the usual.
 
         Raises:
-            RuleViolationError: it never does: of R20 if steps with tokens help, else of ``rule``.
+            RuleViolationError: it never comes: of R20 if steps with tokens help, else of ``rule``.
         """
-        deadline = time.monotonic() + self._patience.timeout_s
+        deadline = time.monotonic() + self._patience.timeout_s + extra_s
+        num_steps = 0
         while not condition():
-            if time.monotonic() > deadline:
+            num_steps += 1
+            if num_steps > _LEAST_STEPS and time.monotonic() > deadline:
                 self._patience.note_hang()
-                if self._compute_until(condition):
+                if self._compute_until(condition, self._engines if engines is None else engines):
                     raise RuleViolationError("R20", f"{message} until a step computed tokens")
-                raise RuleViolationError(self._blame or rule, message)
-            self.step_all()
+                raise RuleViolationError(rule, message)
+            self.step_all(engines)
 
-    def wait_for_load(self, consumer: EngineHarness, request_id: str) -> int:
+    def wait_for_load(
+        self, consumer: EngineHarness, request_id: str, engines: Sequence[EngineHarness] | None = None
+    ) -> int:
         """Until the load is reported; tokens of it that are good."""
-        self.run_until(lambda: request_id in consumer.received, f"the load of {request_id} was never reported", "R9")
+        message = f"the load of {request_id} was never reported"
+        rule = self._blame.rule if self._blame else "R9"
+        self.run_until(lambda: request_id in consumer.received, message, rule, engines=engines)
         return consumer.received[request_id]
 
     def wait_for_send(self, producer: EngineHarness, request_id: str) -> bool:
@@ -242,6 +269,17 @@ class Bench:
         """Some idle steps in which nothing is to happen."""
         for _ in range(num_steps):
             self.step_all()
+
+    def _require_stored(self, keys: Sequence[BlockKey], name: str, *, rule_of_loss: str) -> None:
+        """What is reported sent is there, where the target lets us look: at once, not a little later."""
+        blocks = self.target.blocks
+        if not self.target.features.is_store or blocks is None:
+            return
+        missing = [index for index, key in enumerate(keys) if blocks.read(key) is None]
+        if missing:
+            self.pass_steps()
+            rule = rule_of_loss if blocks.read(keys[missing[0]]) is None else "R10"
+            raise RuleViolationError(rule, f"{name} was reported sent, but its block {missing[0]} is not stored")
 
     def settle(self) -> None:
         """End every request; all loads, and all sends that nobody has to fetch, must come to their end.
@@ -270,29 +308,33 @@ class Bench:
             raise RuleViolationError(rule or self.rule, message)
 
     @contextmanager
-    def blaming(self, rule: str | None = None) -> Iterator[None]:
-        """Inside, hangs and wrong bytes count as breaches of the rule under test, or of ``rule``."""
-        self._set_blame(rule or self.rule)
+    def blaming(self, rule: str | None = None, *, covers_garbage: bool = False) -> Iterator[None]:
+        """Inside, loads that hang and wrong bytes count as breaches of the rule under test, or of ``rule``.
+
+        ``covers_garbage``: also bytes of memory that was not computed, or free already.
+        """
+        before = self._blame
+        self._set_blame(Blame(rule or self.rule, covers_garbage))
         try:
             yield
         finally:
-            self._set_blame(None)
+            self._set_blame(before)
 
-    def _set_blame(self, rule: str | None) -> None:
-        self._blame = rule
+    def _set_blame(self, blame: Blame | None) -> None:
+        self._blame = blame
         for engine in self._engines:
-            engine.blame = rule
+            engine.blame = blame
 
-    def _compute_until(self, condition: Callable[[], bool]) -> bool:
+    def _compute_until(self, condition: Callable[[], bool], engines: Sequence[EngineHarness]) -> bool:
         """Whether steps that compute tokens make ``condition`` hold."""
         for _ in range(_NUM_FILLER_STEPS):
-            for engine in self._engines:
+            for engine in engines:
                 name = self.make_name()
                 engine.submit(name, self.make_prompt(1, family=900 + self._num_requests))
                 engine.admit(name, 0)
                 engine.step({name: 1})
                 engine.finish(name)
-            self.step_all()
+            self.step_all(engines)
             if condition():
                 return True
         return False

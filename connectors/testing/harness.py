@@ -12,6 +12,7 @@ A request's way::
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,20 @@ from pdserve.kv_layout import BlockHasher
 from pdserve.protocol import KVTransferParams
 
 _IDLE_STEP_S = 0.0002
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """The rule that wrong bytes break when they could break several.
+
+    Attributes:
+        rule: its id.
+        covers_garbage: also when it shows where the bytes come from (memory not computed, or free already).
+    """
+
+    rule: str
+    covers_garbage: bool = False
+
 
 WorkerWrapper = Callable[[KVConnectorWorker], KVConnectorWorker]
 
@@ -67,7 +82,7 @@ class EngineHarness:
         wrap_worker: puts something between the engine and the worker half.
 
     Attributes:
-        blame: the rule that a breach is counted under when the harness cannot tell which one it is.
+        blame: what wrong bytes count as at the moment.
     """
 
     def __init__(
@@ -79,7 +94,7 @@ class EngineHarness:
         wrap_worker: WorkerWrapper | None = None,
     ) -> None:
         self.context = context
-        self.blame: str | None = None
+        self.blame: Blame | None = None
         self.content = KVContent(context.identity.fingerprint, context.spec)
         self.memory = BlockMemory(self.content, context.spec, num_blocks, context.role)
         self.scheduler = connector.build_scheduler(context)
@@ -91,6 +106,7 @@ class EngineHarness:
         self.received: dict[str, int] = {}
         """Requests whose load ended, and how many tokens of it are good."""
         self._layerwise = connector.features.layerwise
+        self._holds_blocks = connector.features.can_save and not connector.features.is_store
         self._live: dict[str, _Live] = {}
         self._owed_sent: set[str] = set()
         self._due: list[str] = []
@@ -115,13 +131,18 @@ class EngineHarness:
         return request
 
     def lookup(self, request_id: str, num_local_tokens: int = 0) -> MatchResult:
-        """Ask the connector; twice, as after a failed allocation, for asking must have no consequences."""
+        """Ask the connector; twice, as after a failed allocation, for asking must have no consequences.
+
+        While it asks for patience, the engine goes on.
+        """
         live = self._live[request_id]
         request = live.request
-        self.scheduler.get_num_new_matched_tokens(request, num_local_tokens)
-        match = self.scheduler.get_num_new_matched_tokens(request, num_local_tokens)
+        ask = functools.partial(self.scheduler.get_num_new_matched_tokens, request, num_local_tokens)
+        self.step_until(lambda: ask().num_tokens is not None)
+        match = ask()
         if num_local_tokens + (match.num_tokens or 0) > max(request.num_prompt_tokens, num_local_tokens):
-            rule = "R1" if num_local_tokens else "R5"
+            excess = num_local_tokens + (match.num_tokens or 0) - request.num_prompt_tokens
+            rule = "R1" if num_local_tokens and excess >= self.context.spec.block_size else "R5"
             raise RuleViolationError(rule, f"{match} beyond {num_local_tokens} claims more than the prompt")
         if match.is_async and not match.num_tokens:
             raise RuleViolationError("R3", f"{match} promises a load of nothing")
@@ -363,9 +384,9 @@ class EngineHarness:
         loaded = range(live.num_local_tokens, live.num_computed_tokens)
         position = self.memory.find_wrong(live.block_ids, live.token_ids, loaded, live.salt)
         if position is not None:
-            rule, reason = self.memory.explain_wrong(live.block_ids, position)
+            rule, reason = self.memory.explain_wrong(live.block_ids, position, holds_blocks=self._holds_blocks)
             message = f"token {position} of {name} was loaded, but {reason}"
-            raise RuleViolationError(self.blame or rule or "R14", message)
+            raise RuleViolationError(self._choose_rule(rule) or "R14", message)
 
     def _check_intact(self, live: _Live) -> None:
         """What stands in the request's blocks is still right: nobody wrote there since."""
@@ -376,7 +397,13 @@ class EngineHarness:
         if position is not None:
             rule = "R11" if live.has_failed_load else "R9"
             message = f"token {position} of {live.request.request_id} was written over by somebody"
-            raise RuleViolationError(self.blame or rule, message)
+            raise RuleViolationError(self.blame.rule if self.blame else rule, message)
+
+    def _choose_rule(self, rule: str | None) -> str | None:
+        """The rule to blame for wrong bytes whose origin speaks for ``rule``, if it speaks at all."""
+        if self.blame is None or (rule is not None and not self.blame.covers_garbage):
+            return rule
+        return self.blame.rule
 
     def _release_if_free(self, live: _Live) -> None:
         if live.is_finished and not live.is_held and not live.num_loading_tokens:

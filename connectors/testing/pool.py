@@ -115,8 +115,14 @@ class BlockMemory:
                 return position
         return None
 
-    def explain_wrong(self, block_ids: Sequence[int], position: int) -> tuple[str | None, str]:
-        """Where wrong bytes come from, and the rule that it breaks; None when only the test knows."""
+    def explain_wrong(self, block_ids: Sequence[int], position: int, *, holds_blocks: bool) -> tuple[str | None, str]:
+        """Where wrong bytes come from, and the rule that it breaks; None when only the test knows.
+
+        Args:
+            block_ids: of the request.
+            position: of the token.
+            holds_blocks: the connector's producers hold blocks until they are fetched.
+        """
         rows = self._get_slot(block_ids, position)
         for row in rows.reshape(-1, rows.shape[-1]):
             value = int(row[0])
@@ -127,7 +133,7 @@ class BlockMemory:
             if value in (Poison.UNCOMPUTED_PREFILL, Poison.UNCOMPUTED_DECODE):
                 return "R7", "it was never computed"
             if value in (Poison.FREED_PREFILL, Poison.FREED_DECODE):
-                return "R8", "it was read from a block that was free already"
+                return "R10" if holds_blocks else "R8", "it was read from a block that was free already"
         return None, "it is not what the model computes"
 
     def _get_slot(self, block_ids: Sequence[int], position: int) -> Bytes:

@@ -94,6 +94,10 @@ class ConformanceTarget:
         """Loads that begin inside do not end before it is left; a part that fails does once another one is held."""
         raise NotOfferedError("the target has no way to hold loads back")
 
+    def damaged_transport(self) -> AbstractContextManager[None]:
+        """Bytes of KV that travel inside arrive with some bits flipped."""
+        raise NotOfferedError("the target has no way to damage bytes on their way")
+
     def close(self) -> None:
         """End what was started; idempotent."""
 

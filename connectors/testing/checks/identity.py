@@ -58,7 +58,7 @@ def salts_and_adapters_never_meet(bench: Bench) -> None:
     producer, consumer = bench.build_producer(), bench.build_consumer()
     prompt = bench.make_prompt(3 * bench.block_size + 1)
     params = bench.hand_over(producer, prompt, salt="mine")
-    for salt, adapter in (("", ""), ("yours", ""), ("", "mine")):
+    for salt, adapter in (("", ""), ("yours", ""), ("", "mine"), ("mine", "another")):
         with bench.blaming():
             found = bench.fetch(consumer, prompt, None, salt=salt, adapter=adapter)
         bench.require(found == 0, f"KV with salt 'mine' went to a request with salt {salt!r}, adapter {adapter!r}")
@@ -112,7 +112,7 @@ def a_transfer_is_good_for_one_load(bench: Bench) -> None:
     params = bench.hand_over(producer, prompt, name=name)
     bench.fetch(consumer, prompt, params)
     bench.wait_for_send(producer, name)
-    with bench.blaming():
+    with bench.blaming(covers_garbage=True):
         request_id, promised = bench.start_load(consumer, prompt, params)
         good = bench.wait_for_load(consumer, request_id) if promised else 0
     bench.require(good == 0, f"a spent transfer brought {good} tokens")
@@ -143,7 +143,7 @@ def _require_nothing(
 ) -> None:
     """With the parameters and without: nothing arrives, and nothing hangs."""
     for given in (params, None):
-        with bench.blaming():
+        with bench.blaming(covers_garbage=True):
             found = bench.fetch(consumer, prompt, given)
         bench.require(found == 0, f"{found} tokens were taken from a stranger: {difference}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -98,6 +99,20 @@ def a_writer_killed_half_way_leaves_no_damage(bench: Bench) -> None:
     bench.require(good == promised, f"{promised} tokens are promised, {good} of them are good")
 
 
+@check("R21", level=Level.FAULTS)
+def bytes_damaged_on_their_way_are_refused(bench: Bench) -> None:
+    """KV that arrives with a flipped bit is a reported failure, and the next transfer is sound."""
+    producer, consumer = bench.build_producer(), bench.build_consumer()
+    prompt, later = bench.make_prompt(3 * bench.block_size + 1), bench.make_prompt(bench.block_size + 1, family=1)
+    params = bench.hand_over(producer, prompt)
+    with bench.target.damaged_transport(), bench.blaming():
+        found = bench.fetch(consumer, prompt, params)
+    bench.require(found == 0, f"{found} tokens passed with flipped bits")
+    with bench.blaming():
+        found = bench.fetch(consumer, later, bench.hand_over(producer, later))
+    bench.require(found == len(later), f"{found} of {len(later)} tokens arrived after the damage ended")
+
+
 @check("R22", needs=(Need.SAVE,))
 def messages_are_plain_data(bench: Bench) -> None:
     """A step's message and a hand-off's parameters go through msgpack, and the parameters are small."""
@@ -128,17 +143,14 @@ def nothing_is_pickled(bench: Bench) -> None:
 @check("R22", level=Level.FAULTS)
 def made_up_parameters_bring_no_foreign_kv(bench: Bench) -> None:
     """Whatever stands in the parameters, a consumer gets exact KV or none, and lives."""
-    producer, consumer = bench.build_producer(), bench.build_consumer()
+    producer, consumer = bench.build_producer(num_blocks=512), bench.build_consumer()
     prompt = bench.make_prompt(3 * bench.block_size + 1)
-    secret = bench.make_prompt(3 * bench.block_size + 1, family=9)
-    bench.hand_over(producer, secret)
-    params = bench.hand_over(producer, prompt)
-    if params is None:
-        return
-    for forged in _forge(params):
-        with bench.blaming():
-            bench.fetch(consumer, prompt, forged)
-            bench.fetch(consumer, bench.make_prompt(2 * bench.block_size, family=4), forged)
+    bench.hand_over(producer, bench.make_prompt(len(prompt), family=9))
+    bench.fetch(consumer, prompt, bench.hand_over(producer, prompt))
+    for forge in _build_forgeries(bench.hand_over(producer, prompt)):
+        params = bench.hand_over(producer, prompt)
+        with bench.blaming(covers_garbage=True):
+            bench.fetch(consumer, prompt, None if params is None else forge(params))
     with bench.blaming():
         found = bench.fetch(consumer, prompt, bench.hand_over(producer, prompt))
     bench.require(found == len(prompt), f"{found} of {len(prompt)} tokens arrive after forged parameters")
@@ -153,10 +165,12 @@ def _require_misses(bench: Bench, damages: list[tuple[str, Callable[[bytes, int]
     offsets = sorted({0, 1, size - 1, *range(0, size, max(size // _NUM_OFFSETS, 1))})
     for words, damage in damages:
         for offset in offsets:
-            entry = bench.blocks.read(key)
-            bench.require(entry is not None, "a damaged entry was not replaced by the next save")
-            _require_miss(bench, consumer, prompt, key, damage(entry or b"", offset), words.format(offset))
+            entry = bench.blocks.read(key) or b""
+            _require_miss(bench, consumer, prompt, key, damage(entry, offset), words.format(offset))
             bench.hand_over(producer, prompt)
+            with bench.blaming():
+                found = bench.fetch(consumer, prompt, None)
+            bench.require(found == len(prompt), "a damaged entry was not replaced by the next save")
 
 
 def _require_miss(
@@ -175,15 +189,9 @@ def _require_miss(
 def _require_whole_loads(bench: Bench, consumer: EngineHarness, prompt: list[int]) -> None:
     request_id, promised = bench.start_load(consumer, prompt, None)
     with bench.blaming():
-        good = _load_alone(consumer, request_id) if promised else 0
+        good = bench.wait_for_load(consumer, request_id, [consumer]) if promised else 0
     bench.require(good == promised, f"{promised} tokens were promised during a save, {good} arrived")
     consumer.finish(request_id)
-
-
-def _load_alone(consumer: EngineHarness, request_id: str) -> int:
-    """Load while the producer stands still between two steps."""
-    consumer.step_until(lambda: request_id in consumer.received)
-    return consumer.received[request_id]
 
 
 def _flip(data: bytes, offset: int) -> bytes:
@@ -197,16 +205,26 @@ def _require_plain(message: Any, words: str) -> bytes:
         raise RuleViolationError("R22", f"{words} is not plain data: {error}") from error
 
 
-def _forge(params: KVTransferParams) -> Iterator[KVTransferParams]:
-    """The parameters with one value changed at a time."""
-    yield msgspec.structs.replace(params, transfer_id="made-up")
-    yield msgspec.structs.replace(params, engine_id="made-up")
-    yield msgspec.structs.replace(params, connector="made-up")
-    yield msgspec.structs.replace(params, num_tokens=1 << 40, num_bytes=-1)
-    yield msgspec.structs.replace(params, payload={})
-    for name, value in params.payload.items():
-        for forged in _forge_value(value):
-            yield msgspec.structs.replace(params, payload={**params.payload, name: forged})
+def _build_forgeries(params: KVTransferParams | None) -> list[Callable[[KVTransferParams], KVTransferParams]]:
+    """Ways to change one value in parameters like these."""
+    changes: list[dict[str, Any]] = [
+        {"transfer_id": "made-up"},
+        {"engine_id": "made-up"},
+        {"connector": "made-up"},
+        {"num_tokens": 1 << 40, "num_bytes": -1},
+        {"payload": {}},
+    ]
+    forgeries: list[Callable[[KVTransferParams], KVTransferParams]] = [
+        functools.partial(msgspec.structs.replace, **change) for change in changes
+    ]
+    for name, value in (params.payload if params else {}).items():
+        forgeries += [functools.partial(_forge_payload, name, index) for index in range(len(_forge_value(value)))]
+    return forgeries
+
+
+def _forge_payload(name: str, index: int, params: KVTransferParams) -> KVTransferParams:
+    forged = _forge_value(params.payload[name])
+    return msgspec.structs.replace(params, payload={**params.payload, name: forged[min(index, len(forged) - 1)]})
 
 
 def _forge_value(value: Any) -> list[Any]:

@@ -133,6 +133,23 @@ def allocation_may_fail_many_times(bench: Bench) -> None:
     bench.pass_steps()
 
 
+@check("R3")
+def a_lookup_does_not_decide_where_a_load_begins(bench: Bench) -> None:
+    """Lookups with other numbers of local tokens come in between; the load goes where the allocation says."""
+    producer, consumer = bench.build_producer(), bench.build_consumer()
+    size = bench.block_size
+    prompt = bench.make_prompt(3 * size + 1)
+    bench.fetch(consumer, prompt, bench.hand_over(producer, prompt))
+    params = bench.hand_over(producer, prompt)
+    request_id = bench.submit(consumer, prompt, params).request_id
+    promised = bench.look_up(consumer, request_id)
+    bench.look_up(consumer, request_id, 2 * size)
+    with bench.blaming(covers_garbage=True):
+        consumer.admit(request_id, promised)
+        good = bench.wait_for_load(consumer, request_id) if promised else 0
+    bench.require(good == promised, f"{good} of {promised} tokens arrived after a lookup behind {2 * size} local ones")
+
+
 @check("R4")
 def nothing_is_promised_that_nobody_saved(bench: Bench) -> None:
     """A prompt that shares its beginning with a saved one is promised that beginning at most."""
@@ -202,20 +219,6 @@ def a_partial_block_is_for_its_own_prompt(bench: Bench) -> None:
             if promised:
                 bench.wait_for_load(consumer, request_id)
         consumer.finish(request_id)
-
-
-@check("R5", needs=STORE)
-def the_slots_behind_a_partial_block_stay_clean(bench: Bench) -> None:
-    """What lies behind a prompt's last token in its block stays in the engine."""
-    producer, consumer = bench.build_producer(), bench.build_consumer()
-    size = bench.block_size
-    prompt = bench.make_prompt(size + 1)
-    params = bench.hand_over(producer, prompt)
-    request_id = bench.submit(consumer, prompt, params).request_id
-    block_ids = consumer.admit(request_id, bench.look_up(consumer, request_id))
-    bench.wait_for_load(consumer, request_id)
-    written = consumer.memory.find_written(block_ids, range(len(prompt), 2 * size))
-    bench.require(written is None, f"slot {written} behind a prompt of {len(prompt)} tokens came from another engine")
 
 
 CHECKS = collect_checks(globals())

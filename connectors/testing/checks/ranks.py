@@ -37,11 +37,11 @@ def ranks_that_disagree_take_the_minimum(bench: Bench) -> None:
     bench.require(promised == len(prompt), f"{promised} of {len(prompt)} tokens are promised", "R2")
     with bench.blaming():
         pair.hold_second()
-        bench.run_until(lambda: request_id in pair.reported_by_first, "the first rank's load never ended", "R9")
+        bench.run_until(lambda: request_id in pair.reported_by_first, "the first rank's load never ended", "R12")
         bench.blocks.delete(bench.build_keys(producer, prompt)[2])
         pair.let_second_go()
         good = bench.wait_for_load(consumer, request_id)
-    bench.require(good <= 2 * size, f"one rank lacks the third block, but {good} tokens are said to be good")
+    bench.require(good <= 2 * size, f"one rank lacks the third block, but {good} tokens are said to be good", "R4")
     pair.require_exact(consumer, request_id, prompt, good)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdserve.connectors.testing.bench import Bench
 from pdserve.connectors.testing.check import TRANSFER, Need, check, collect_checks
+from pdserve.connectors.testing.harness import EngineHarness
 
 STORE = (*TRANSFER, Need.STORE)
 DIRECT = (*TRANSFER, Need.DIRECT)
@@ -70,7 +71,7 @@ def a_failed_forward_pass_saves_nothing(bench: Bench) -> None:
     producer.step({request_id: len(prompt)}, forward_fails=True)
     producer.finish(request_id)
     other = bench.make_prompt(bench.block_size, family=1)
-    with bench.blaming():
+    with bench.blaming(covers_garbage=True):
         bench.hand_over(producer, other)
         bench.pass_steps(5)
         found = bench.fetch(consumer, prompt, None)
@@ -170,25 +171,32 @@ def answer_tokens_stay_in_the_engine(bench: Bench) -> None:
 
 
 @check("R15", needs=STORE)
-def a_prompts_last_block_leaves_without_the_answer(bench: Bench) -> None:
-    """A block that holds the prompt's end and the answer's beginning is saved as the prompt's alone."""
+def a_prompts_last_block_leaves_alone(bench: Bench) -> None:
+    """What lies behind a prompt's last token in its block stays: what others left there, and the answer's beginning."""
     producer, consumer = bench.build_producer(), bench.build_consumer()
     size = bench.block_size
-    prompt = bench.make_prompt(size + 1)
-    request_id = bench.make_name()
-    producer.submit(request_id, prompt)
-    producer.admit(request_id, 0)
-    producer.step({request_id: size})
-    producer.generate(request_id, [11, 12], num_before=1)
-    producer.finish(request_id)
-    bench.pass_steps(10)
-    loaded = bench.submit(consumer, prompt, None).request_id
-    promised = bench.look_up(consumer, loaded)
-    block_ids = consumer.admit(loaded, promised)
-    if promised > size:
-        bench.wait_for_load(consumer, loaded)
-        written = consumer.memory.find_written(block_ids, range(len(prompt), 2 * size))
-        bench.require(written is None, f"slot {written} holds KV of the answer; the prompt ends at {len(prompt)}")
+    for family, answer in enumerate(([], [11, 12])):
+        prompt = bench.make_prompt(size + 1, family)
+        request_id = bench.make_name()
+        producer.submit(request_id, prompt)
+        producer.admit(request_id, 0)
+        producer.step({request_id: size})
+        producer.generate(request_id, answer, num_before=1)
+        producer.finish(request_id)
+        bench.pass_steps(10)
+        _require_clean_tail(bench, consumer, prompt)
+
+
+def _require_clean_tail(bench: Bench, consumer: EngineHarness, prompt: list[int]) -> None:
+    request_id = bench.submit(consumer, prompt, None).request_id
+    promised = bench.look_up(consumer, request_id)
+    block_ids = consumer.admit(request_id, promised)
+    if promised <= bench.block_size:
+        return
+    bench.wait_for_load(consumer, request_id)
+    tail = range(len(prompt), bench.spec.num_blocks_for(len(prompt)) * bench.block_size)
+    written = consumer.memory.find_written(block_ids, tail)
+    bench.require(written is None, f"slot {written} came along; the prompt ends at {len(prompt)}")
 
 
 CHECKS = collect_checks(globals())

@@ -1,0 +1,66 @@
+"""Targets of the in-process connectors: their medium as a vandal sees it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from honest_direct import Endpoint, Pull
+from honest_store import MEDIA, Medium
+
+from pdserve.connectors.base import KVConnector
+from pdserve.connectors.testing import ConformanceTarget
+from pdserve.kv_layout import BlockKey
+
+
+class Entries:
+    def __init__(self, medium: Medium) -> None:
+        self._medium = medium
+
+    def read(self, key: BlockKey) -> bytes | None:
+        return self._medium.entries.get(key.hex)
+
+    def write(self, key: BlockKey, data: bytes) -> None:
+        self._medium.entries[key.hex] = data
+
+    def delete(self, key: BlockKey) -> None:
+        del self._medium.entries[key.hex]
+
+
+class StoreTarget(ConformanceTarget):
+    crosses_processes = False
+
+    def __init__(self, connector: type[KVConnector], options: Mapping[str, Any], directory: Path) -> None:
+        super().__init__(connector, {"medium": str(directory), **options}, directory)
+        self._medium = MEDIA.setdefault(str(directory), Medium())
+        self.blocks = Entries(self._medium)
+
+    @contextlib.contextmanager
+    def held_loads(self) -> Iterator[None]:
+        self._medium.is_held = True
+        try:
+            yield
+        finally:
+            self._medium.is_held = False
+
+    def close(self) -> None:
+        MEDIA.pop(str(self.directory), None)
+
+
+class DirectTarget(ConformanceTarget):
+    crosses_processes = False
+    lease_option = "lease_s"
+
+    @contextlib.contextmanager
+    def damaged_transport(self) -> Iterator[None]:
+        read = Endpoint.read
+
+        def read_damaged(endpoint: Endpoint, pull: Pull, index: int) -> tuple[bytes, bytes] | None:
+            found = read(endpoint, pull, index)
+            return None if found is None else (bytes([found[0][0] ^ 4]) + found[0][1:], found[1])
+
+        with mock.patch.object(Endpoint, "read", read_damaged):
+            yield
