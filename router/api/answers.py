@@ -63,7 +63,7 @@ def build_usage(request: PreparedRequest, choices: Sequence[Choice]) -> dict[str
     num_prompt_tokens = request.num_prompt_tokens
     num_output_tokens = sum(choice.num_output_tokens for choice in choices)
     num_cached_tokens = sum(
-        min(choices[index * request.n].num_cached_tokens, len(prompt.token_ids))
+        min(choices[index * request.best_of].num_cached_tokens, len(prompt.token_ids))
         for index, prompt in enumerate(request.prompts)
     )
     return {

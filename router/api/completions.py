@@ -25,6 +25,13 @@ class _Collected:
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprob_sum: float = 0.0
+    num_tokens: int = 0
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens."""
+        return self.logprob_sum / max(self.num_tokens, 1)
 
 
 class CompletionAnswer:
@@ -55,7 +62,7 @@ class CompletionAnswer:
         self._echo = echo
         self._wants_logprobs = wants_logprobs
         self._wants_prompt_logprobs = wants_prompt_logprobs
-        self._collected = [_Collected() for _ in range(request.n * len(request.prompts))]
+        self._collected = [_Collected() for _ in range(request.best_of * len(request.prompts))]
         self._echoed_characters: dict[int, int] = {}
         """Length of the prompt's text in front of each choice that has begun."""
 
@@ -93,11 +100,13 @@ class CompletionAnswer:
         if delta.prompt_logprobs is not None and self._wants_prompt_logprobs:
             collected.prompt_logprobs = describe_prompt_logprobs(self._tokenizer, delta.prompt_logprobs)
         collected.finish_reason, collected.stop_reason = delta.finish_reason, delta.stop_reason
+        collected.logprob_sum += sum(entry.logprob for entry in delta.logprobs or ())
+        collected.num_tokens += len(delta.token_ids)
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The whole answer."""
         choices = []
-        for index, collected in enumerate(self._collected):
+        for index, collected in enumerate(self._choose_shown()):
             choice = {
                 "index": index,
                 "text": "".join(collected.text),
@@ -110,6 +119,14 @@ class CompletionAnswer:
             choices.append(choice)
         return {**self._envelope.wrap(_OBJECT, choices), "usage": usage}
 
+    def _choose_shown(self) -> list[_Collected]:
+        """Of each prompt the n choices that are likeliest by token, best first; in their order if n is all of them."""
+        n, best_of = self._request.n, self._request.best_of
+        if n == best_of:
+            return self._collected
+        groups = (self._collected[start : start + best_of] for start in range(0, len(self._collected), best_of))
+        return [choice for group in groups for choice in sorted(group, key=lambda one: -one.mean_logprob)[:n]]
+
     # --- one delta ------------------------------------------------------------------------------------
 
     def _render(self, delta: ChoiceDelta) -> tuple[str, dict[str, list[Any]] | None]:
@@ -117,7 +134,7 @@ class CompletionAnswer:
         text = delta.text
         echoed: dict[str, list[Any]] | None = None
         if self._echo and delta.index not in self._echoed_characters:
-            prompt = self._request.prompts[delta.index // self._request.n]
+            prompt = self._request.prompts[delta.index // self._request.best_of]
             prompt_text, echoed = self._render_prompt(prompt, delta.prompt_logprobs)
             self._echoed_characters[delta.index] = len(prompt_text)
             text = prompt_text + text

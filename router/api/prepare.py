@@ -13,6 +13,7 @@ from pdserve.request_checks import check_length, check_request
 from pdserve.router.api.request_types import ChatFields, CompletionFields, GenerationFields, TokenizeFields
 from pdserve.router.api.sampling import build_sampling, with_seed_of_choice
 from pdserve.router.api.service import RouterService, run_tokenizer
+from pdserve.router.api.tools import check_tools
 from pdserve.router.choice import Choice
 from pdserve.router.flow import RequestFlow
 from pdserve.router.legs import GenerationRequest
@@ -46,6 +47,7 @@ class PreparedRequest:
         prompts: one or several.
         sampling: of each prompt's first choice; a prompt's own max_tokens may be less.
         n: choices for each prompt.
+        best_of: choices made for each prompt, of which the n likeliest are shown.
         stream: answer as server-sent events.
         include_usage: end the stream with the usage.
         priority: as in `AddRequest`.
@@ -56,6 +58,7 @@ class PreparedRequest:
     prompts: list[Prompt]
     sampling: list[SamplingParams]
     n: int
+    best_of: int
     stream: bool
     include_usage: bool
     priority: int
@@ -81,10 +84,11 @@ async def prepare_completion(service: RouterService, fields: CompletionFields) -
         raise RequestError(
             f"logprobs is {fields.logprobs}; it must be between 0 and {MAX_COMPLETION_LOGPROBS}", param="logprobs"
         )
-    if fields.best_of is not None and fields.best_of != (fields.n or 1):
-        raise RequestError("best_of is supported only when it equals n", param="best_of", code="unsupported_parameter")
     max_tokens = _DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
     sampling = build_sampling(fields, max_tokens=max_tokens, logprobs=fields.logprobs)
+    best_of = _check_best_of(fields)
+    if best_of is not None and sampling.logprobs is None:
+        sampling = msgspec.structs.replace(sampling, logprobs=0)
     if fields.echo and fields.logprobs is not None and sampling.prompt_logprobs is None:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=fields.logprobs)
     prompts = await _tokenize_prompts(service, fields)
@@ -92,7 +96,7 @@ async def prepare_completion(service: RouterService, fields: CompletionFields) -
         sampling_of_prompts = [_fit(sampling, len(prompt.token_ids), limits) for prompt in prompts]
     else:
         sampling_of_prompts = [sampling] * len(prompts)
-    return _check(service, fields, prompts, sampling_of_prompts, limits)
+    return _check(service, fields, prompts, sampling_of_prompts, limits, best_of)
 
 
 async def prepare_chat(service: RouterService, fields: ChatFields) -> PreparedRequest:
@@ -137,10 +141,11 @@ async def render_chat(service: RouterService, fields: ChatFields | TokenizeField
     arguments = fields.chat_template_kwargs or {}
     if taken := _OWN_ARGUMENTS & arguments.keys():
         raise RequestError(f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
-    num_characters = sum(len(str(message.get("content"))) for message in messages)
+    tools = check_tools(fields.tools, fields.tool_choice, has_place=service.chat_template.takes_tools)
+    num_characters = sum(len(str(message.get("content"))) for message in messages) + len(str(tools or ""))
     return await run_tokenizer(
         lambda: service.chat_template.render(
-            messages, add_generation_prompt=adds, continue_final_message=continues, **arguments
+            messages, tools, add_generation_prompt=adds, continue_final_message=continues, **arguments
         ),
         num_characters,
     )
@@ -157,7 +162,7 @@ def build_choices(
     """The choices, in the order of their indexes: all of the first prompt, then all of the second, and so on."""
     choices: list[Choice] = []
     for prompt, sampling in zip(request.prompts, request.sampling, strict=True):
-        for number in range(request.n):
+        for number in range(request.best_of):
             own = with_seed_of_choice(sampling, number)
             generation = GenerationRequest(
                 uuid.uuid4().hex, prompt.token_ids, own, deadline_s, request.priority, request.cache_salt, session_id
@@ -203,6 +208,18 @@ async def _tokenize(service: RouterService, text: str, fields: CompletionFields)
     return Prompt(await run_tokenizer(lambda: service.tokenizer.encode(text, adds), len(text)), text)
 
 
+def _check_best_of(fields: CompletionFields) -> int | None:
+    """More choices than are shown; None when all are."""
+    n = 1 if fields.n is None else fields.n
+    if fields.best_of is None or fields.best_of == n:
+        return None
+    if fields.best_of < n:
+        raise RequestError(f"best_of is {fields.best_of}; it must be at least n, which is {n}", param="best_of")
+    if fields.stream:
+        raise RequestError("best_of above n is not available with stream", param="best_of")
+    return fields.best_of
+
+
 # --- checks -------------------------------------------------------------------------------------------
 
 
@@ -219,11 +236,14 @@ def _check(
     prompts: list[Prompt],
     sampling_of_prompts: list[SamplingParams],
     limits: InstanceLimits,
+    best_of: int | None = None,
 ) -> PreparedRequest:
     n = 1 if fields.n is None else fields.n
     max_choices = service.settings.admission.max_choices
     if n < 1 or n * len(prompts) > max_choices:
         raise RequestError(f"n is {n}; it must be at least 1, and prompts times n at most {max_choices}", param="n")
+    if best_of is not None and best_of * len(prompts) > max_choices:
+        raise RequestError(f"best_of is {best_of}; prompts times best_of may be {max_choices}", param="best_of")
     if fields.stream and fields.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs are not available with stream", param="prompt_logprobs")
     if fields.stream_options is not None and not fields.stream:
@@ -235,6 +255,7 @@ def _check(
         prompts=prompts,
         sampling=sampling_of_prompts,
         n=n,
+        best_of=best_of or n,
         stream=bool(fields.stream),
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         priority=fields.priority or 0,

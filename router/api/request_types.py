@@ -72,6 +72,8 @@ class ChatFields(GenerationFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
 
 class TokenizeFields(msgspec.Struct, kw_only=True):
@@ -84,6 +86,8 @@ class TokenizeFields(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
 
 class DetokenizeFields(msgspec.Struct, kw_only=True):
@@ -97,9 +101,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "suffix": ("",),
     "functions": ([],),
-    "function_call": ("none", "auto"),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
@@ -122,7 +126,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "mm_processor_kwargs": ({},),
 }
-"""Fields that would change the answer and are not supported, with the values that ask for nothing."""
+"""Fields that would change the answer and are not supported (chat takes its own of them), with the values that ask for
+nothing."""
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 
@@ -139,7 +144,7 @@ def parse_body(body: bytes, kind: type[Fields]) -> Fields:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
-    for name in _NEUTRAL.keys() & value.keys():
+    for name in (_NEUTRAL.keys() & value.keys()) - set(kind.__struct_fields__):
         if value[name] is not None and value[name] not in _NEUTRAL[name]:
             raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
     try:

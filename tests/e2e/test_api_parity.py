@@ -109,7 +109,9 @@ def _join_stream(text: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ways]:
     directory = tmp_path_factory.mktemp("parity")
-    with Deployment(directory, engine_options=["--max-num-batched-tokens", "32"]) as deployment:
+    policies = ["--prefill-policy", "prefix_aware", "--decode-policy", "prefix_aware"]
+    deployment = Deployment(directory, engine_options=["--max-num-batched-tokens", "32"], router_options=policies)
+    with deployment:
         colocated = ManagedProcess(
             "colocated",
             ["pdserve.router.main", "--port", str(find_free_port()), "--decode", deployment.address_of("decode")],
@@ -162,3 +164,48 @@ def test_every_field_equals_the_colocated_answer(ways: Ways, stream: bool) -> No
     differences = {name: list(find_differences(*future.result())) for name, future in asked.items()}
     assert {name: found for name, found in differences.items() if found} == {}
     assert ways.deployment.router.get_metric("pdserve_router_decode_recomputed_prompts_total") == 0
+
+
+def test_case_34_cached_tokens_are_none_when_cold_and_the_whole_blocks_when_warm(ways: Ways) -> None:
+    prompt = list(range(3000, 3050))
+    for way in WAYS:
+        body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "cache_salt": f"case 34/{way}"}
+        usages = [ways.ask(way, COMPLETIONS, body)["usage"] for _ in range(2)]
+        cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+        assert cached == [0, 48], way
+
+
+def test_case_35_first_token_has_logprobs_of_its_own(ways: Ways) -> None:
+    body = {"prompt": TEXT, "logprobs": 5, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    (choice,) = ways.ask("pd", COMPLETIONS, body)["choices"]
+    logprobs = choice["logprobs"]
+    assert {name: len(values) for name, values in logprobs.items()} == dict.fromkeys(logprobs, 8)
+    # Greedy: each token is the likeliest of its alternatives.
+    for token, logprob, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert max(top.values()) == logprob == top[token]
+
+
+def test_case_36_echoed_logprobs_are_those_of_the_prompt(ways: Ways) -> None:
+    prompt = [504, 253, 1116, 327, 260, 2101]
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1, "temperature": 0}
+    (choice,) = ways.ask("pd", COMPLETIONS, body)["choices"]
+    echoed = choice["logprobs"]["token_logprobs"]
+    assert echoed[0] is None
+    for length in range(1, len(prompt)):
+        forced = {"prompt": prompt[:length], "prompt_logprobs": 0, "logprobs": 5, "max_tokens": 1, "temperature": 0}
+        (one,) = ways.ask("pd", COMPLETIONS, forced)["choices"]
+        assert [
+            entry[str(token)]["logprob"]
+            for entry, token in zip(one["prompt_logprobs"][1:], prompt[1:length], strict=True)
+        ] == echoed[1:length]
+
+
+def test_instances_tell_a_prefix_aware_router_what_their_caches_hold(ways: Ways) -> None:
+    router = ways.deployment.router
+    wait_until(
+        lambda: router.get_metric("pdserve_router_instance_prefix_is_exact") == 2, "both instances telling their caches"
+    )
+    metrics = ways.client.get(f"{ways.urls['colocated']}/metrics").text
+    assert "pdserve_router_instance_prefix_is_exact{" not in metrics, "nobody asked"

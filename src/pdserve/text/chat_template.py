@@ -6,6 +6,7 @@ Contents that spell a special token stay text; see `pdserve.text.special_marks`.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from pdserve.text.template_source import compile_template, read_templates
 from pdserve.text.tokenizer import Tokenizer
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_TOOLS_VARIABLE = re.compile(r"\btools\b")
 _OWN_NAMES = frozenset(("messages", "tools", "add_generation_prompt", *_SPECIAL_NAMES))
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -40,6 +42,9 @@ class ChatTemplate:
         directory: of the model's files.
         tokenizer: its tokenizer.
 
+    Attributes:
+        takes_tools: whether it has a place for tool definitions.
+
     Raises:
         ConfigError: the template cannot be read or compiled. A model without one is no error until `render`.
     """
@@ -53,6 +58,7 @@ class ChatTemplate:
             for name, source in sources.items()
             if name in ("default", "tool_use")
         }
+        self.takes_tools = "tool_use" in sources or bool(_TOOLS_VARIABLE.search(sources.get("default", "")))
         self._special_tokens = self._read_special_tokens(tokenizer.config)
 
     def render(
