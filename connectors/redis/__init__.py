@@ -15,12 +15,13 @@ tried again is tried by itself.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pdserve.connectors.base import ConnectorContext, ConnectorFeatures
 from pdserve.connectors.blocks.scheduler import StoreScheduler
 from pdserve.connectors.redis.index import RedisIndex
-from pdserve.connectors.redis.options import CONNECTOR_NAME, parse_options
+from pdserve.connectors.redis.options import CONNECTOR_NAME, get_server_url, parse_options
 from pdserve.connectors.redis.server import RedisServer
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ class RedisConnector:
     """Builds the two halves."""
 
     features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True, is_store=True)
+
+    @classmethod
+    def get_server(cls, options: Mapping[str, Any]) -> str:
+        """The server's URL with these options, for ``pdserve doctor``."""
+        return get_server_url(options)
 
     @classmethod
     def build_scheduler(cls, context: ConnectorContext) -> StoreScheduler:

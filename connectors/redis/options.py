@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,11 @@ def _check_combination(options: RedisOptions) -> None:
 
 def _error(message: str) -> ConfigError:
     return ConfigError(f"connector {CONNECTOR_NAME}: {message}")
+
+
+def get_server_url(options: Mapping[str, Any]) -> str:
+    """Where the server is with these options, written out in full."""
+    return str(_parse_url(options["url"]) if "url" in options else Address())
 
 
 def _parse_url(raw: Any) -> Address:

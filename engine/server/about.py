@@ -11,6 +11,7 @@ import socket
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -20,6 +21,7 @@ from pdserve.engine.config import ConnectorSettings
 from pdserve.protocol import PROTOCOL_VERSION, Role
 
 SHARED_MEMORY = Path("/dev/shm")
+_REACH_TIMEOUT_S = 2.0
 _SECRET = re.compile(r"password|secret|token|credential|key$", re.IGNORECASE)
 _USER_INFO = re.compile(r"//[^/@]*@")
 
@@ -40,6 +42,18 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int = 0
 
 
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that the connector speaks to, as this process sees it.
+
+    Attributes:
+        url: where it is.
+        is_reachable: something listens there.
+    """
+
+    url: str
+    is_reachable: bool
+
+
 class About(msgspec.Struct, frozen=True, kw_only=True):
     """An instance's own description.
 
@@ -54,6 +68,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         connector: registered name.
         connector_options: as configured, without secrets.
         store: the connector's directory, where it has one.
+        server: the connector's server, where it has one.
         shared_memory: /dev/shm.
     """
 
@@ -67,12 +82,13 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     connector: str
     connector_options: dict[str, Any]
     store: Directory | None
+    server: Server | None
     shared_memory: Directory
 
 
 def build_about(*, instance_id: str, generation: str, role: Role, connector: ConnectorSettings) -> About:
     """The description, as of now."""
-    store = find_store(connector)
+    store, server = find_store(connector), find_server(connector)
     return About(
         instance_id=instance_id,
         generation=generation,
@@ -84,6 +100,7 @@ def build_about(*, instance_id: str, generation: str, role: Role, connector: Con
         connector=connector.connector,
         connector_options=_without_secrets(connector.connector_options),
         store=None if store is None else look_at(store),
+        server=None if server is None else try_to_reach(server),
         shared_memory=look_at(SHARED_MEMORY),
     )
 
@@ -95,6 +112,30 @@ def find_store(connector: ConnectorSettings) -> Path | None:
     """
     get_directory = getattr(load_connector(connector.connector), "get_directory", None)
     return None if get_directory is None else Path(get_directory(connector.connector_options))
+
+
+def find_server(connector: ConnectorSettings) -> str | None:
+    """The URL of the server that the connector keeps KV in; None where it has none.
+
+    A connector with a server says so by a class method ``get_server(options)``.
+    """
+    get_server = getattr(load_connector(connector.connector), "get_server", None)
+    return None if get_server is None else str(get_server(connector.connector_options))
+
+
+def try_to_reach(url: str) -> Server:
+    """Open a connection and close it again: a unix socket's, or TCP's to the URL's host and port."""
+    parts = urlsplit(url)
+    try:
+        if parts.scheme == "unix":
+            with socket.socket(socket.AF_UNIX) as trying:
+                trying.settimeout(_REACH_TIMEOUT_S)
+                trying.connect(parts.path)
+        else:
+            socket.create_connection((parts.hostname or "", parts.port or 0), _REACH_TIMEOUT_S).close()
+    except OSError:
+        return Server(url=url, is_reachable=False)
+    return Server(url=url, is_reachable=True)
 
 
 def look_at(path: Path) -> Directory:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from pdserve.doctor.facts import Deployment, InstanceFacts
 from pdserve.doctor.findings import Finding
+from pdserve.engine.server.about import About
 from pdserve.protocol import Role
 
-_PLACES = ("path", "url", "host", "port", "server_url", "shm_name", "namespace", "key_prefix")
+_PLACES = ("path", "host", "port", "server_url", "shm_name", "namespace", "key_prefix")
 """Options of connectors that say where KV lies: those that must be the same on both sides."""
 _LEASES = {"nixl": ("lease_s", 60.0), "shared_storage": ("min_age_s", 60.0)}
 """Option and default of the time for which a connector keeps what it handed out."""
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MANY = 20
 _BAD_SHARE = 0.1
 _FAILURE_SHARE = 0.01
@@ -47,6 +51,12 @@ def check_store_places(deployment: Deployment) -> list[Finding]:
                         "mount it there and give this user the right to write, or name another with "
                         "--connector-option path=…")
             )  # fmt: skip
+        server = instance.about.server if instance.about is not None else None
+        if server is not None and not server.is_reachable:
+            findings.append(
+                Finding(instance.name, f"it cannot reach its KV server {server.url}",
+                        "start the server, or name the right one with --connector-option url=…")
+            )  # fmt: skip
     for consumer in deployment.pool(Role.DECODE):
         for producer in deployment.pool(Role.PREFILL):
             difference = _explain_places(producer, consumer)
@@ -65,11 +75,27 @@ def _explain_places(producer: InstanceFacts, consumer: InstanceFacts) -> str:
     theirs, ours = producer.about.store, consumer.about.store
     if theirs is not None and ours is not None:
         return "" if theirs.path == ours.path else f"{ours.path} here, {theirs.path} there"
+    if producer.about.server is not None and consumer.about.server is not None:
+        return _explain_servers(producer.about, consumer.about)
     here, there = consumer.about.connector_options, producer.about.connector_options
     names = [name for name in _PLACES if here.get(name) != there.get(name)]
     # A direct connector's own listening address differs by nature.
     names = [] if consumer.about.connector == "nixl" else names
     return "; ".join(f"{name} {here.get(name)} here, {there.get(name)} there" for name in names)
+
+
+def _explain_servers(producer: About, consumer: About) -> str:
+    assert producer.server is not None
+    assert consumer.server is not None
+    here, there = consumer.server.url, producer.server.url
+    if here != there:
+        return f"{here} here, {there} there"
+    is_local = here.startswith("unix:") or urlsplit(here).hostname in _LOOPBACK
+    return (
+        f"{here} is another one on {consumer.host} than on {producer.host}"
+        if (is_local and consumer.host != producer.host)
+        else ""
+    )
 
 
 def check_recomputed(deployment: Deployment) -> list[Finding]:

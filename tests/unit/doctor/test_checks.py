@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.doctor.checks import CHECKS, run_checks
 from pdserve.doctor.facts import Deployment, InstanceFacts, Reach, RouterFacts, RouterInstance, RouterPool, RouterStatus
-from pdserve.engine.server.about import About, Directory
+from pdserve.engine.server.about import About, Directory, Server
 from pdserve.kv_layout import KVCacheSpec, ModelIdentity
 from pdserve.protocol import InstanceLimits, InstanceLoad, Ready, Role
 
@@ -50,6 +50,7 @@ def build_about(role: Role) -> About:
         connector="shared_storage",
         connector_options={},
         store=Directory(path="/dev/shm/kv", is_usable=True, free_bytes=5 * GIB, total_bytes=10 * GIB),
+        server=None,
         shared_memory=Directory(path="/dev/shm", is_usable=True, free_bytes=5 * GIB, total_bytes=10 * GIB),
     )
 
@@ -147,6 +148,19 @@ def store(**changes: Any) -> Directory:
     return msgspec.structs.replace(build_about(Role.PREFILL).store, **changes)
 
 
+def with_server(**changes: Any) -> Deployment:
+    """Both sides keep KV in a server; the decode side's view of it is changed."""
+    server = Server(url="redis://r:6379/0", is_reachable=True)
+    views = {Role.PREFILL: server, Role.DECODE: msgspec.structs.replace(server, **changes)}
+    return replace(
+        healthy(),
+        instances=tuple(
+            replace(i, about=msgspec.structs.replace(i.about, connector="redis", store=None, server=views[i.role]))
+            for i in healthy().instances
+        ),
+    )
+
+
 WRONG = [
     (
         "router",
@@ -188,6 +202,8 @@ WRONG = [
         lambda: with_instance(Role.DECODE, about_store=store(path="/mnt/kv")),
         "/mnt/kv here, /dev/shm/kv",
     ),
+    ("store-places", lambda: with_server(is_reachable=False), "cannot reach its KV server redis://r:6379/0"),
+    ("store-places", lambda: with_server(url="redis://s:6379/0"), "redis://s:6379/0 here, redis://r:6379/0 there"),
     ("recomputed", lambda: with_status(counters=counters(decode_recomputed_prompts=90.0)), "after 90 of 900 hand-offs"),
     (
         "prefill-used",
@@ -234,6 +250,22 @@ WRONG = [
 def test_nothing_is_wrong_with_a_healthy_deployment() -> None:
     assert run_checks(healthy()) == []
     assert run_checks(replace(healthy(), router=None)) == []
+    assert run_checks(with_server()) == []
+
+
+def test_loopback_is_another_server_on_another_machine() -> None:
+    deployment = with_server()
+    prefill, decode = (
+        replace(
+            i, about=msgspec.structs.replace(i.about, server=Server(url="redis://127.0.0.1:1/0", is_reachable=True))
+        )
+        for i in deployment.instances
+    )
+    assert run_checks(replace(deployment, instances=(prefill, decode))) == []
+    elsewhere = replace(decode, about=msgspec.structs.replace(decode.about, host="b"))
+    ((name, finding),) = run_checks(replace(deployment, instances=(prefill, elsewhere)))
+    assert name == "store-places"
+    assert "is another one on b than on a" in finding.problem
 
 
 @pytest.mark.parametrize(("name", "build", "text"), WRONG, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(WRONG)])

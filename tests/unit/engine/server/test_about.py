@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import httpx
 import msgspec
 
 from pdserve.engine.config import ConnectorSettings
-from pdserve.engine.server.about import About, build_about, find_store, look_at
+from pdserve.engine.server.about import About, Server, build_about, find_server, find_store, look_at, try_to_reach
 from pdserve.engine.server.http_port import build_app
 from pdserve.engine.server.inbox import Inbox
 from pdserve.engine.server.instance_server import Phase
@@ -34,6 +35,20 @@ def test_store_is_the_directory_that_the_connector_uses(tmp_path: Path) -> None:
     missing = look_at(tmp_path / "missing")
     assert (missing.is_usable, missing.total_bytes) == (False, 0)
     assert find_store(ConnectorSettings(connector="shared_storage")) is not None
+
+
+def test_server_is_tried(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"redis://127.0.0.1:{listening.getsockname()[1]}/0"
+        assert describe("redis", url=url).server == Server(url=url, is_reachable=True)
+    assert describe("redis", url=url).server == Server(url=url, is_reachable=False)
+    path = tmp_path / "socket"
+    assert not try_to_reach(f"unix://{path}").is_reachable
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(path))
+        unix.listen()
+        assert try_to_reach(f"unix://{path}").is_reachable
+    assert find_server(ConnectorSettings(connector="redis")) == "redis://127.0.0.1:6379/0"
 
 
 def test_about_is_served_while_the_model_loads() -> None:
