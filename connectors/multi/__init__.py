@@ -1,0 +1,61 @@
+"""Several connectors in one engine, in order: for example NIXL for the hand-off and a store for reuse.
+
+Tokens are read from the first child that has them all, else from the one that has most; every child saves. For the
+engine it is one connector: each transfer ends once, blocks are held while any child needs them, and one child's
+failure is not the others'.
+
+    children.py   which connectors, from the options
+    params.py     hand-off parameters: one parcel with a part for each child
+    scheduler.py  asks children in order, tells each its own part
+    worker.py     runs all children, joins their reports
+    messages.py   between the two halves
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pdserve.connectors.base import ConnectorContext, ConnectorFeatures
+from pdserve.connectors.multi.children import build_halves, parse_children
+from pdserve.connectors.multi.scheduler import MultiScheduler
+
+if TYPE_CHECKING:
+    from pdserve.connectors.multi.worker import MultiWorker
+
+__all__ = ["MultiConnector"]
+
+
+class MultiConnector:
+    """Builds the two halves.
+
+    The features are what every composition has. A layerwise child is served too: its calls for each layer are made
+    around the whole forward pass.
+    """
+
+    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True)
+
+    @classmethod
+    def build_scheduler(cls, context: ConnectorContext) -> MultiScheduler:
+        """The scheduler half.
+
+        Raises:
+            ConfigError: option ``children`` is wrong, or a child refuses its own.
+        """
+        children = parse_children(context)
+        halves = build_halves(context, children, lambda child, own: child.connector.build_scheduler(own))
+        return MultiScheduler(context, children, halves)
+
+    @classmethod
+    def build_worker(cls, context: ConnectorContext) -> MultiWorker:
+        """The worker half.
+
+        Raises:
+            ConfigError: option ``children`` is wrong, or a child refuses its own.
+        """
+        # Imported here: the scheduler half may live in a process without torch.
+        from pdserve.connectors.multi.worker import MultiWorker
+
+        children = parse_children(context)
+        halves = build_halves(context, children, lambda child, own: child.connector.build_worker(own))
+        layerwise = [child.connector.features.layerwise for child in children]
+        return MultiWorker(halves, layerwise, context.spec.num_layers)

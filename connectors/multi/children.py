@@ -1,0 +1,105 @@
+"""Option ``children``: a list of tables, each with a connector, its options and, where two are alike, a name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from pdserve.connectors.base import ConnectorContext, KVConnector
+from pdserve.connectors.registry import load_connector
+from pdserve.errors import ConfigError
+
+
+class _ChildTable(msgspec.Struct, forbid_unknown_fields=True):
+    """What the user writes for one child."""
+
+    connector: str
+    options: dict[str, Any] = {}
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Child:
+    """One connector of the composition.
+
+    Attributes:
+        name: unique among the children; the same in every engine that exchanges KV.
+        connector_name: as registered, or ``module:Class``.
+        connector: the class.
+        options: its own.
+    """
+
+    name: str
+    connector_name: str
+    connector: type[KVConnector]
+    options: Mapping[str, Any]
+
+
+def parse_children(context: ConnectorContext) -> list[Child]:
+    """The children, in order of preference.
+
+    Raises:
+        ConfigError: the option is missing or ill-formed, a connector is unknown, or two children have one name.
+    """
+    unknown = [name for name in context.options if name != "children"]
+    if unknown:
+        raise _error(f"option {unknown[0]!r} is unknown; known: children")
+    tables = _read_tables(context.options.get("children"))
+    children = [
+        Child(table.name or table.connector, table.connector, load_connector(table.connector), table.options)
+        for table in tables
+    ]
+    names = [child.name for child in children]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise _error(f"two children are called {twice!r}; give each a name of its own")
+    return children
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Half = TypeVar("Half", bound=_Closable)
+
+
+def build_halves(
+    context: ConnectorContext, children: Sequence[Child], build: Callable[[Child, ConnectorContext], Half]
+) -> list[Half]:
+    """Build one half of each child with its own options; when one refuses, those before it are closed.
+
+    Raises:
+        ConfigError: a child refuses its options.
+    """
+    with contextlib.ExitStack() as built:
+        halves = []
+        for child in children:
+            half = build(child, dataclasses.replace(context, options=child.options))
+            built.callback(half.close)
+            halves.append(half)
+        built.pop_all()
+    return halves
+
+
+def _read_tables(raw: object) -> list[_ChildTable]:
+    try:
+        if isinstance(raw, str):
+            tables = msgspec.json.decode(raw, type=list[_ChildTable])
+        else:
+            tables = msgspec.convert(raw, type=list[_ChildTable])
+    except msgspec.MsgspecError as error:
+        raise _error(
+            f"option children: {error}; give a list of tables like "
+            '{connector = "shared_storage", options = {path = "/mnt/kv"}}, or the same as JSON'
+        ) from None
+    if not tables:
+        raise _error("option children is empty")
+    return tables
+
+
+def _error(message: str) -> ConfigError:
+    return ConfigError(f"connector multi: {message}")

@@ -1,0 +1,133 @@
+"""The half beside a model runner: runs every child, and makes one report of theirs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pdserve.connectors.base import ConnectorOutput, KVConnectorWorker
+from pdserve.connectors.multi.messages import MultiMetadata, OwedSend
+from pdserve.kv_layout import KVCacheSpec
+
+
+@dataclass(slots=True)
+class _Send:
+    """A request's sending.
+
+    Attributes:
+        pending: children that have not reported.
+        is_saved: whether a child is known to have saved it whole.
+        num_bytes: that all of them sent.
+    """
+
+    pending: set[int]
+    is_saved: bool
+    num_bytes: int = 0
+
+
+class MultiWorker:
+    """Lives on the forward thread.
+
+    Args:
+        halves: the children's worker halves, in order.
+        layerwise: for each, whether it wants its layer hooks called.
+        num_layers: of the model.
+    """
+
+    def __init__(self, halves: Sequence[KVConnectorWorker], layerwise: Sequence[bool], num_layers: int) -> None:
+        self._halves = halves
+        self._layerwise = layerwise
+        self._num_layers = num_layers
+        self._loading_by: dict[str, int] = {}
+        self._sends: dict[str, _Send] = {}
+        self._due: dict[str, OwedSend] = {}
+
+    def register_kv_caches(self, kv_cache: torch.Tensor, spec: KVCacheSpec) -> None:
+        """All children share the memory.
+
+        Raises:
+            ConfigError: it does not suit one of them.
+        """
+        for half in self._halves:
+            half.register_kv_caches(kv_cache, spec)
+
+    def start_load_kv(self, metadata: MultiMetadata) -> None:
+        """Begin every child's loads."""
+        for load in metadata.loads:
+            self._loading_by.setdefault(load.request_id, load.child)
+        self._due = {send.request_id: send for send in metadata.sends}
+        for half, part, layerwise in zip(self._halves, metadata.parts, self._layerwise, strict=True):
+            half.start_load_kv(part)
+            if layerwise:
+                for layer in range(self._num_layers):
+                    half.wait_for_layer_load(layer)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Layerwise children were waited for in `start_load_kv`."""
+
+    def save_kv_layer(self, layer: int) -> None:
+        """Layerwise children are told in `wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        """Every child takes what it saves."""
+        for half, layerwise in zip(self._halves, self._layerwise, strict=True):
+            if layerwise:
+                for layer in range(self._num_layers):
+                    half.save_kv_layer(layer)
+            half.wait_for_save()
+
+    def get_finished(self, finished_request_ids: Sequence[str]) -> ConnectorOutput:
+        """What ended since the last call, each transfer once: a sending when the last child has reported it."""
+        joint = ConnectorOutput()
+        due: list[list[str]] = [[] for _ in self._halves]
+        for request_id in finished_request_ids:
+            owed = self._due.pop(request_id, None)
+            if owed is None or request_id in self._sends:
+                joint.stats.count_failure("unknown")
+                continue
+            self._sends[request_id] = _Send(set(owed.children), owed.is_saved)
+            for index in owed.children:
+                due[index].append(request_id)
+        for index, half in enumerate(self._halves):
+            self._take(index, half.get_finished(due[index]), joint)
+        return joint
+
+    def close(self) -> None:
+        """Close every child, whatever another one does. Idempotent."""
+        with contextlib.ExitStack() as stack:
+            for half in self._halves:
+                stack.callback(half.close)
+
+    def _take(self, index: int, report: ConnectorOutput, joint: ConnectorOutput) -> None:
+        joint.stats.add(report.stats)
+        joint.invalid_block_ids |= report.invalid_block_ids
+        for request_id in report.finished_sending | report.failed_sending:
+            self._take_sent(index, request_id, report, joint)
+        for request_id in (*report.finished_receiving, *report.failed_receiving):
+            if self._loading_by.get(request_id) != index:
+                joint.stats.count_failure("unknown")
+                continue
+            del self._loading_by[request_id]
+            joint.received_bytes[request_id] = report.received_bytes.get(request_id, 0)
+            if request_id in report.failed_receiving:
+                joint.failed_receiving[request_id] = report.failed_receiving[request_id]
+            else:
+                joint.finished_receiving.add(request_id)
+
+    def _take_sent(self, index: int, request_id: str, report: ConnectorOutput, joint: ConnectorOutput) -> None:
+        send = self._sends.get(request_id)
+        if send is None or index not in send.pending:
+            joint.stats.count_failure("unknown")
+            return
+        send.pending.discard(index)
+        send.is_saved |= request_id not in report.failed_sending
+        send.num_bytes += report.sent_bytes.get(request_id, 0)
+        if not send.pending:
+            del self._sends[request_id]
+            joint.finished_sending.add(request_id)
+            joint.sent_bytes[request_id] = send.num_bytes
+            if not send.is_saved:
+                joint.failed_sending.add(request_id)

@@ -1,0 +1,347 @@
+"""One connector made of several: who is asked, who is told what, and how often the engine hears of an end."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdserve.connectors.base import MatchResult
+from pdserve.connectors.multi import MultiConnector
+from pdserve.connectors.testing import EngineHarness, build_context
+from pdserve.connectors.testing.kv_content import TINY_SPEC
+from pdserve.errors import ConfigError
+from pdserve.protocol import KVTransferParams, Role
+
+S = TINY_SPEC.block_size
+PROMPT = list(range(4 * S + 1))
+MakeEngine = Callable[..., EngineHarness]
+
+
+@pytest.fixture(autouse=True)
+def double(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The direct connector's module, where the registry finds it by name."""
+    path = Path(__file__).with_name("direct_double.py")
+    spec = importlib.util.spec_from_file_location("direct_double", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "direct_double", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def world(double: ModuleType) -> Any:
+    return double.World()
+
+
+@pytest.fixture
+def memory() -> dict[bytes, bytes]:
+    return {}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def make_engine(world, memory, files: Path) -> Iterator[MakeEngine]:
+    """Engines with the named children, in order."""
+    engines: list[EngineHarness] = []
+    known = {
+        "direct": {"connector": "direct_double:DirectConnector", "options": {"world": world}, "name": "direct"},
+        "layerwise": {"connector": "direct_double:LayerwiseConnector", "options": {"world": world}, "name": "lw"},
+        "memory": {"connector": "memory", "options": {"store": memory}},
+        "files": {"connector": "shared_storage", "options": {"path": str(files)}},
+    }
+
+    def make(role: str, *names: str) -> EngineHarness:
+        options = {"children": [known[name] for name in names]}
+        context = build_context(Role(role), options, engine_id=f"engine-{len(engines)}")
+        engines.append(EngineHarness(MultiConnector, context))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def fetch(engine: EngineHarness, name: str, params: KVTransferParams | None) -> int:
+    engine.submit(name, PROMPT, params=params)
+    match = engine.lookup(name)
+    engine.admit(name, match.num_tokens or 0)
+    if not match.num_tokens:
+        return 0
+    engine.step_until(lambda: name in engine.received)
+    return engine.received[name]
+
+
+# --- stores ----------------------------------------------------------------------------------------------------
+
+
+def test_every_child_saves_and_the_first_with_tokens_is_read(make_engine, memory, files: Path) -> None:
+    prefill = make_engine("prefill", "memory", "files")
+    assert prefill.send("p", PROMPT)
+    assert len(memory) == len(list(files.glob("?/?/*"))) == 5
+    assert prefill.stats.num_blocks_saved == 10
+    decode = make_engine("decode", "memory", "files")
+    assert fetch(decode, "d1", None) == len(PROMPT)
+    assert decode.stats.num_bytes_loaded == 0  # the memory child counts blocks only
+    memory.clear()
+    assert fetch(decode, "d2", None) == len(PROMPT)
+    assert decode.stats.num_bytes_loaded == 5 * TINY_SPEC.block_bytes
+    shutil.rmtree(files)
+    assert fetch(decode, "d3", None) == 0
+
+
+def test_who_has_most_is_read_and_the_first_of_equals(make_engine, memory, files: Path) -> None:
+    make_engine("prefill", "memory", "files").send("p", PROMPT)
+    digests = list(memory)
+    decode = make_engine("decode", "memory", "files")
+    for index in (4, 2):
+        del memory[digests[index]]
+        assert fetch(decode, f"d{index}", None) == len(PROMPT)
+    file = next(files.glob(f"?/?/{digests[2].hex()}.kv"))
+    file.unlink()
+    num_bytes = decode.stats.num_bytes_loaded
+    assert fetch(decode, "equal", None) == 2 * S
+    assert decode.stats.num_bytes_loaded == num_bytes  # the memory child counts none
+
+
+def test_one_childs_failure_is_not_the_others(make_engine, memory, files: Path) -> None:
+    prefill, decode = make_engine("prefill", "files", "memory"), make_engine("decode", "files", "memory")
+    shutil.rmtree(files)
+    assert prefill.send("p", PROMPT)
+    assert prefill.stats.failures == {"missing": 5}
+    assert fetch(decode, "d", None) == len(PROMPT)
+
+
+def test_when_all_fail_it_is_a_failure(make_engine, files: Path) -> None:
+    prefill = make_engine("prefill", "files")
+    shutil.rmtree(files)
+    assert not prefill.send("p", PROMPT)
+
+
+# --- a direct child and a store --------------------------------------------------------------------------------
+
+
+def test_blocks_are_held_until_the_consumer_has_them_and_all_have_saved(make_engine, world, files: Path) -> None:
+    prefill, decode = make_engine("prefill", "direct", "files"), make_engine("decode", "direct", "files")
+    decision = prefill.prefill("p", PROMPT)
+    assert decision.hold_blocks
+    assert not decision.announce_when_sent
+    prefill.step_until(lambda: len(list(files.glob("?/?/*"))) == 5)
+    for _ in range(3):
+        prefill.step()
+    assert prefill.sent == {}
+    assert prefill.num_used_blocks == 5
+    assert fetch(decode, "d", decision.kv_transfer_params) == len(PROMPT)
+    assert world.counts_after_alloc == [0, len(PROMPT)]
+    prefill.step_until(lambda: prefill.is_idle)
+    assert prefill.sent == {"p": True}
+    assert prefill.num_used_blocks == 0
+    assert decode.stats.num_blocks_loaded == 0
+    assert prefill.stats.failures == decode.stats.failures == {}
+
+
+def test_a_direct_child_that_breaks_leaves_the_load_to_the_store(make_engine, world) -> None:
+    prefill, decode = make_engine("prefill", "direct", "files"), make_engine("decode", "direct", "files")
+    params = prefill.prefill("p", PROMPT).kv_transfer_params
+    prefill.step()
+    world.is_broken = True
+    assert fetch(decode, "d", params) == 0
+    assert decode.stats.failures == {"unreachable": 1}
+    world.fetched.add("engine-0/p")
+    prefill.step_until(lambda: prefill.is_idle)
+    assert fetch(decode, "again", None) == len(PROMPT)
+
+
+def test_each_childs_scheduler_hears_of_its_own_transfers(make_engine, world) -> None:
+    prefill, decode = make_engine("prefill", "direct", "files"), make_engine("decode", "files", "direct")
+    params = prefill.prefill("p", PROMPT).kv_transfer_params
+    prefill.step()
+    assert params is not None
+    prefill.step_until(lambda: prefill.worker._halves[1]._saver._writing == {})
+    assert fetch(decode, "d", params) == len(PROMPT)  # from the files, which come first here
+    heard = [output for output in world.heard_by_scheduler if output.finished_receiving]
+    assert heard == []
+    world.fetched.add("engine-0/p")
+    prefill.step_until(lambda: prefill.is_idle)
+    assert [output.finished_sending for output in world.heard_by_scheduler if output.finished_sending] == [{"p"}]
+    assert prefill.scheduler._sent_by == decode.scheduler._loading_by == {}
+
+
+def test_an_abort_leaves_nothing(make_engine) -> None:
+    prefill, decode = make_engine("prefill", "direct", "files"), make_engine("decode", "direct", "files")
+    prefill.submit("never-ran", PROMPT)
+    assert not prefill.finish("never-ran").expects_sent
+    params = prefill.prefill("p", PROMPT).kv_transfer_params
+    decode.submit("d", PROMPT, params=params)
+    decode.lookup("d")
+    decode.finish("d")
+    assert decode.scheduler._promised_by == {}
+    decode.submit("e", PROMPT, params=params)
+    decode.admit("e", decode.lookup("e").num_tokens or 0)
+    decode.finish("e")
+    decode.step_until(lambda: decode.is_idle)
+    assert decode.num_used_blocks == 0
+
+
+def test_reports_of_strangers_are_counted_and_go_no_further(make_engine) -> None:
+    engine = make_engine("prefill", "direct", "files")
+    engine.worker._halves[0]._report.finished_receiving.add("nobody")
+    engine.worker._halves[0]._report.finished_sending.add("nobody")
+    output = engine.worker.get_finished(["unknown"])
+    assert output.finished_receiving == output.finished_sending == set()
+    assert output.stats.failures == {"unknown": 3}
+
+
+# --- patience --------------------------------------------------------------------------------------------------
+
+
+def test_a_preferred_child_that_asks_for_patience_is_waited_for(make_engine, world) -> None:
+    make_engine("prefill", "memory").prefill("p", PROMPT)
+    decode = make_engine("decode", "direct", "memory")
+    world.is_patient = False
+    request = decode.submit("d", PROMPT)
+    assert decode.scheduler.get_num_new_matched_tokens(request, 0) == MatchResult(None)
+    world.is_patient = True
+    assert decode.lookup("d") == MatchResult(len(PROMPT), is_async=True)
+
+
+def test_nobody_waits_for_a_child_behind_the_one_that_has_all(make_engine, world) -> None:
+    make_engine("prefill", "memory").prefill("p", PROMPT)
+    decode = make_engine("decode", "memory", "direct")
+    world.is_patient = False
+    request = decode.submit("d", PROMPT)
+    assert decode.scheduler.get_num_new_matched_tokens(request, 0).num_tokens == len(PROMPT)
+    assert world.seen_params == []
+    assert decode.scheduler.get_num_new_matched_tokens(decode.submit("e", [9] * 9), 0) == MatchResult(None)
+
+
+def test_a_child_whose_lookup_breaks_is_passed_over(make_engine, monkeypatch, caplog) -> None:
+    make_engine("prefill", "memory").prefill("p", PROMPT)
+    decode = make_engine("decode", "direct", "memory")
+
+    def fail(request, num_computed_tokens):
+        raise OSError("link down")
+
+    monkeypatch.setattr(decode.scheduler._halves[0], "get_num_new_matched_tokens", fail)
+    assert fetch(decode, "d", None) == len(PROMPT)
+    assert "connector direct cannot look up KV: link down; the others are asked" in caplog.text
+
+
+# --- parameters ------------------------------------------------------------------------------------------------
+
+
+def test_each_child_gets_its_own_parameters_whatever_the_order(make_engine, world) -> None:
+    prefill, decode = make_engine("prefill", "files", "direct"), make_engine("decode", "direct", "files")
+    params = prefill.prefill("p", PROMPT).kv_transfer_params
+    assert params is not None
+    assert (params.connector, params.num_tokens) == ("multi", len(PROMPT))
+    assert params.num_bytes == 5 * TINY_SPEC.block_bytes
+    params = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=KVTransferParams)
+    decode.submit("d", PROMPT, params=params)
+    decode.lookup("d")
+    assert {seen.transfer_id for seen in world.seen_params} == {"engine-0/p"}
+
+
+@pytest.mark.parametrize(
+    ("connector", "payload", "is_seen"),
+    [
+        ("direct_double:DirectConnector", {"x": 1}, True),  # a producer with that child alone
+        ("nixl", {"x": 1}, False),
+        ("multi", {}, False),
+        ("multi", {"direct": "junk"}, False),
+        ("multi", {"direct": {"connector": 5}}, False),
+        ("multi", {"other": {"connector": "direct", "transfer_id": "t"}}, False),
+    ],
+)
+def test_parameters_of_others(make_engine, world, connector: str, payload: dict, is_seen: bool) -> None:
+    decode = make_engine("decode", "direct")
+    params = KVTransferParams(connector=connector, transfer_id="t", num_tokens=5, payload=payload)
+    decode.submit("d", PROMPT, params=params)
+    decode.lookup("d")
+    assert set(map(type, world.seen_params)) == ({KVTransferParams} if is_seen else {type(None)})
+
+
+def test_a_step_shows_children_their_own_parameters(make_engine, monkeypatch) -> None:
+    engine = make_engine("prefill", "direct")
+    plans = []
+    half = engine.scheduler._halves[0]
+    monkeypatch.setattr(half, "build_connector_metadata", lambda plan: plans.append(plan) or [])
+    part = KVTransferParams(connector="direct", transfer_id="mine")
+    params = KVTransferParams(connector="multi", transfer_id="t", payload={"direct": msgspec.to_builtins(part)})
+    engine.submit("d", PROMPT, params=params)
+    engine.admit("d", 0)
+    engine.step({"d": len(PROMPT)})
+    assert plans[0].scheduled[0].request.kv_transfer_params == part
+
+
+# --- construction ----------------------------------------------------------------------------------------------
+
+
+def test_a_layerwise_child_gets_all_its_calls(make_engine, world) -> None:
+    engine = make_engine("prefill", "layerwise")
+    engine.step()
+    assert world.layer_calls == [("load", 0), ("load", 1), ("save", 0), ("save", 1)]
+
+
+def test_all_are_closed_whatever_one_does(make_engine, world, monkeypatch) -> None:
+    engine = make_engine("prefill", "direct", "files", "layerwise")
+
+    def fail() -> None:
+        raise OSError("busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.worker._halves[1], "close", fail)
+        with pytest.raises(OSError, match="busy"):
+            engine.worker.close()
+    assert world.num_closed == 2
+    engine.worker._halves[1].close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "option children: .*give a list of tables"),
+        ({"children": []}, "option children is empty"),
+        ({"children": "junk"}, "option children: .*or the same as JSON"),
+        ({"children": [{"options": {}}]}, "missing required field `connector`"),
+        ({"children": [{"connector": "null", "option": {}}]}, "unknown field `option`"),
+        ({"children": [{"connector": "null"}, {"connector": "null"}]}, "two children are called 'null'"),
+        ({"children": [{"connector": "nosuch"}]}, "connector 'nosuch' is unknown"),
+        ({"children": [{"connector": "null"}], "more": 1}, "option 'more' is unknown; known: children"),
+        ({"children": [{"connector": "null", "options": {"x": 1}}]}, "connector null takes no options"),
+    ],
+)
+@pytest.mark.parametrize("build", ["build_scheduler", "build_worker"])
+def test_what_is_wrong_with_the_options(build: str, options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        getattr(MultiConnector, build)(build_context(Role.PREFILL, options))
+
+
+def test_children_as_json_for_command_lines(tmp_path: Path) -> None:
+    text = f'[{{"connector": "shared_storage", "options": {{"path": "{tmp_path}"}}}}, {{"connector": "null"}}]'
+    worker = MultiConnector.build_worker(build_context(Role.PREFILL, {"children": text}))
+    assert len(worker._halves) == 2
+    worker.close()
+
+
+def test_when_a_child_refuses_those_before_it_are_closed(world) -> None:
+    children = [
+        {"connector": "direct_double:DirectConnector", "options": {"world": world}},
+        {"connector": "null", "options": {"x": 1}},
+    ]
+    with pytest.raises(ConfigError, match="null takes no options"):
+        MultiConnector.build_worker(build_context(Role.PREFILL, {"children": children}))
+    assert world.num_closed == 1
