@@ -3,6 +3,7 @@
 # make test      what tests need, then all tests; ARGS="-k name" chooses
 # make check     formatting, lint, types, the import rule
 # make fmt       format and fix
+# make bench     what this machine allows, and what the engine makes of it; ARGS="--batch 32" goes to the second
 # make clean     remove what make made, .venv too
 
 # A newer or another Python: make PYTHON=python3.12 …
@@ -22,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input --quiet
 export PYTHONSAFEPATH := 1
 export PROMPT
 
-.PHONY: install serve test check fmt clean
+.PHONY: install serve test check fmt bench clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -43,6 +44,10 @@ check: $(VENV)/.installed-dev
 fmt: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench: install
+	$(BIN)/pdserve bench floors
+	$(BIN)/pdserve bench latency $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist kernels/compiled *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

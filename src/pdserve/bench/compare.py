@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.bench.client.discovery import find_model
 from pdserve.bench.client.settings import TargetSettings
+from pdserve.bench.comparison import Results, render
 from pdserve.bench.contestants import ContestantSettings, list_absent, plan_contestants
-from pdserve.bench.measure.ratios import compare_rounds
-from pdserve.bench.measure.summary import Summary
+from pdserve.bench.measure.offline import load_costs
 from pdserve.bench.measurement import Measurer
-from pdserve.bench.scenarios import CUSTOM, CUSTOM_METRICS, SCENARIOS, Metric, Scenario
+from pdserve.bench.scenarios import CUSTOM, CUSTOM_METRICS, SCENARIOS, Scenario
+from pdserve.bench.servers.pinned_rates import measure_pinned_rates
 from pdserve.bench.servers.server import ServerPlan, running
-from pdserve.bench.show.report import render_lost
 from pdserve.bench.show.results import check_writable, describe_summary, write_results
 from pdserve.bench.show.settings import OutputSettings
-from pdserve.bench.show.tables import MISSING, format_number, format_table
 from pdserve.bench.workload.settings import LoadSettings, WorkloadSettings
 from pdserve.bench.workload.tokenizers import load_named_tokenizer
 from pdserve.engine.config import CacheSettings, EngineConfig, ModelSettings, SchedulerSettings
@@ -47,6 +45,9 @@ class CompareSettings:
     )
     rounds: int = setting(3, help="how often everybody is measured, in turn", minimum=1)
     cores: list[str] = setting([], help="cores that every server is pinned to; default: all", metavar="N")
+    floor_seconds: float = setting(
+        0.5, help="measure the cores so long for each figure, to show what is possible; 0 = do not", minimum=0
+    )
 
 
 def _default_engine() -> EngineConfig:
@@ -65,24 +66,6 @@ class CompareConfig:
     load: LoadSettings = field(default_factory=LoadSettings)
     engine: EngineConfig = section(_default_engine, exclude=("enable_prefix_caching", "num_threads"))
     output: OutputSettings = field(default_factory=OutputSettings)
-
-
-@dataclass(slots=True)
-class Results:
-    """What was measured so far.
-
-    Attributes:
-        summaries: of each round, by scenario and server; None where a server could not be measured.
-        start_times_s: of each round, by server.
-    """
-
-    summaries: dict[str, dict[str, list[Summary]]]
-    start_times_s: dict[str, list[float | None]]
-
-    @property
-    def num_lost(self) -> int:
-        """Requests lost by anybody."""
-        return sum(s.num_lost for by_name in self.summaries.values() for rounds in by_name.values() for s in rounds)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -169,8 +152,12 @@ def _measure(
     config: CompareConfig, scenarios: Sequence[Scenario], plans: Sequence[ServerPlan], cores: tuple[int, ...]
 ) -> Results:
     measurer = Measurer(TargetSettings(), load_named_tokenizer(config.engine.model.model), config.output.progress)
+    model = config.engine.model
     results = Results(
-        {scenario.name: {plan.name: [] for plan in plans} for scenario in scenarios}, {plan.name: [] for plan in plans}
+        summaries={scenario.name: {plan.name: [] for plan in plans} for scenario in scenarios},
+        start_times_s={plan.name: [] for plan in plans},
+        costs=load_costs(model.model, model.dtype),
+        rates=measure_pinned_rates(cores, model.model, model.dtype, config.compare.floor_seconds),
     )
     for round_index in range(config.compare.rounds):
         # Everybody is first once: whoever follows a warm machine follows it in another place each round.
@@ -179,11 +166,11 @@ def _measure(
             print(f"round {round_index + 1} of {config.compare.rounds}: {plan.name}", flush=True)
             with running(plan, cores) as server:
                 results.start_times_s[plan.name].append(server.start_s)
-                model = find_model(server.url, None)
+                served_name = find_model(server.url, None)
                 for scenario in scenarios:
                     measurement = measurer.measure(
                         server.url,
-                        model,
+                        served_name,
                         scenario.workload,
                         scenario.load,
                         round_index=round_index,
@@ -193,60 +180,10 @@ def _measure(
     return results
 
 
-def render(results: Results, scenarios: Sequence[Scenario], names: Sequence[str], cores: Sequence[int]) -> str:
-    """A table for each scenario: everybody's median, and how many times better than each the first one is."""
-    where = f"on cores {', '.join(map(str, cores))}, medians over the rounds"
-    parts = [f"\n{where}; x: how many times better {names[0]} is than the one to the left"]
-    parts.append(_render_start_times(results, names))
-    for scenario in scenarios:
-        by_name = results.summaries[scenario.name]
-        own, *others = names
-        rows = [["", own, *(cell for name in others for cell in (name, "x (min..max)"))]]
-        for metric in scenario.metrics:
-            pairs = [_render_metric(metric, by_name, own, name) for name in others]
-            own_value = format_number(_median(read_rounds(metric, by_name[own])))
-            rows.append([metric.name, own_value, *(cell for pair in pairs for cell in pair)])
-        parts.append(f"{scenario.name}: {scenario.purpose}\n{format_table(rows)}")
-        parts += [_render_losses(name, by_name[name]) for name in names if any(s.num_lost for s in by_name[name])]
-    return "\n\n".join(parts)
-
-
-def _render_metric(metric: Metric, by_name: Mapping[str, Sequence[Summary]], own: str, name: str) -> tuple[str, str]:
-    values = read_rounds(metric, by_name[name])
-    ratio = compare_rounds(read_rounds(metric, by_name[own]), values, is_more_better=metric.is_more_better)
-    spread = MISSING if ratio is None else f"{ratio.median:.2f} ({ratio.minimum:.2f}..{ratio.maximum:.2f})"
-    return format_number(_median(values)), spread
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def read_rounds(metric: Metric, rounds: Sequence[Summary]) -> list[float | None]:
-    """A figure of each round; None where requests were lost: what is left would flatter whoever lost them."""
-    return [None if summary.num_lost else metric.read(summary) for summary in rounds]
-
-
-def _render_start_times(results: Results, names: Sequence[str]) -> str:
-    rows = [["", "start to ready, s"]]
-    for name in names:
-        middle_s = _median(results.start_times_s[name])
-        rows.append([name, "ran already" if middle_s is None else format_number(middle_s)])
-    return format_table(rows)
-
-
-def _render_losses(name: str, rounds: Sequence[Summary]) -> str:
-    lines = [f"{name} lost requests; the rounds it lost them in are not compared:"]
-    for summary in rounds:
-        if summary.num_lost:
-            lines.append(render_lost(summary.lost, summary.num_lost, summary.num_requests))
-    return "\n".join(lines)
-
-
 def _describe(results: Results, cores: Sequence[int]) -> dict[str, Any]:
     return {
         "cores": list(cores),
+        "rates": None if results.rates is None else dataclasses.asdict(results.rates),
         "start_times_s": results.start_times_s,
         "scenarios": {
             scenario: {name: [describe_summary(summary) for summary in rounds] for name, rounds in by_name.items()}

@@ -55,8 +55,8 @@ TIMES = "--rate --arrivals"
         (
             CompareConfig,
             (
-                "--scenarios --rounds --cores --splits --vllm-venv --llama-server --llama-gguf --transformers-venv",
-                "--peer --prefix-caching --num-requests",
+                "--scenarios --rounds --cores --floor-seconds --splits --vllm-venv --llama-server --llama-gguf",
+                "--transformers-venv --peer --prefix-caching --num-requests",
                 *(PROMPTS, LOAD, TIMES, ENGINE, CONNECTOR),
             ),
         ),

@@ -3,7 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pdserve.bench.compare import Results, read_rounds, render
+from pdserve.bench.comparison import Results, find_possible, read_rounds, render
+from pdserve.bench.measure.model_floors import MachineRates, ModelCosts
 from pdserve.bench.measure.samples import Failure, RequestSample
 from pdserve.bench.measure.summary import Objective, Summary, summarise
 from pdserve.bench.rate_search import RatePoint
@@ -100,7 +101,15 @@ def test_plots_are_drawn_whatever_was_lost(tmp_path: Path) -> None:
 
 
 def results(own: list[Summary], peer: list[Summary]) -> Results:
-    return Results({"prefill": {"pdserve 0:1": own, "peer": peer}}, {"pdserve 0:1": [2.0, 4.0], "peer": [None, None]})
+    costs = ModelCosts(
+        body_weights=1000, head_weights=100, num_layers=1, attention_width=10, kv_bytes_per_token=1, weight_bytes=2
+    )
+    return Results(
+        {"prefill": {"pdserve 0:1": own, "peer": peer}},
+        {"pdserve 0:1": [2.0, 4.0], "peer": [None, None]},
+        costs,
+        MachineRates(num_threads=1, read_bytes_per_s=1e9, copy_bytes_per_s=1e9, flops=costs.prefill_flops(1024) * 40),
+    )
 
 
 def test_ratios_of_a_comparison_say_how_many_times_better_the_first_is() -> None:
@@ -108,7 +117,8 @@ def test_ratios_of_a_comparison_say_how_many_times_better_the_first_is() -> None
     peer = [summarise(samples(2, ttft_s=0.3)), summarise(samples(2, ttft_s=0.4))]
     text = render(results(own, peer), [SCENARIOS["prefill"]], ["pdserve 0:1", "peer"], [0, 1])
     (row,) = (line for line in text.splitlines() if line.startswith("TTFT p50, ms"))
-    assert row.split()[3:] == ["150", "350", "2.50", "(2.00..3.00)"]
+    # 1,024 tokens take a fortieth of a second at least: 25 ms of the 150.
+    assert row.split()[3:] == ["150", "350", "2.50", "(2.00..3.00)", "25", "16.7%"]
     assert "pdserve 0:1" in text
     assert "ran already" in text
     assert "lost" not in text
@@ -122,6 +132,20 @@ def test_rounds_with_losses_are_not_compared() -> None:
     assert made.num_lost == 1
     text = render(made, [SCENARIOS["prefill"]], ["pdserve 0:1", "peer"], [0])
     (row,) = (line for line in text.splitlines() if line.startswith("TTFT p50, ms"))
-    assert row.split()[-2:] == ["3.00", "(3.00..3.00)"]
+    assert row.split()[5:7] == ["3.00", "(3.00..3.00)"]
     assert "peer lost requests; the rounds it lost them in are not compared:" in text
     assert "1 x http_503: no instance" in text
+
+
+def test_what_is_possible_is_said_where_it_can_be() -> None:
+    made = results([], [])
+    rates = made.rates
+    assert rates is not None
+    decode, burst = SCENARIOS["decode"], SCENARIOS["burst"]
+    step_s = made.costs.decode_step_floor_s(rates, 1, 128 + 64)
+    assert find_possible(decode.metrics[0], made, decode) == 1 / step_s
+    burst_s = made.costs.batch_floor_s(rates, [200] * 64, [64] * 64, 32)
+    assert find_possible(burst.metrics[0], made, burst) == 64 * 64 / burst_s
+    assert find_possible(TTFT_P50, made, SCENARIOS["poisson"]) is None
+    made.rates = None
+    assert find_possible(decode.metrics[0], made, decode) is None

@@ -19,7 +19,7 @@ from pdserve.engine.config import ConnectorSettings, EngineConfig
 from pdserve.engine.core import EngineCore
 from pdserve.engine.models.config import ModelConfig
 from pdserve.errors import ConfigError, RequestError
-from pdserve.protocol import AddRequest, Role, SamplingParams
+from pdserve.protocol import AddRequest, RequestOutput, Role, SamplingParams
 
 WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -103,37 +103,53 @@ def run_offline(core: EngineCore, requests: Sequence[AddRequest], bar: tqdm[None
         requests: to run.
         bar: moves with each request that ends.
     """
-    start_s = time.perf_counter()
-    live = {request.request_id: RequestSample(i, 0.0, 0.0, 0.0) for i, request in enumerate(requests)}
-    result = OfflineResult(list(live.values()))
-    lens = {request.request_id: len(request.prompt_token_ids) for request in requests}
-    waiting = list(reversed(requests))
-    max_queued = core.config.scheduler.max_queue_len
-    num_without_token = len(requests)
+    run = _Run(core, requests, bar)
     try:
-        while live:
-            while waiting and core.get_load().num_waiting < max_queued:
-                core.add_request(waiting.pop())
-            is_decode = num_without_token == 0
-            step_start_s = time.perf_counter()
-            outputs = core.step()
-            now_s = time.perf_counter()
-            num_tokens = 0
-            for output in outputs:
-                sample = live[output.request_id]
-                num_tokens += len(output.new_token_ids)
-                num_without_token -= bool(output.new_token_ids and not sample.event_times_s)
-                sample.event_times_s += [now_s - start_s] * len(output.new_token_ids)
-                if output.finish_reason is not None:
-                    sample.end_s = now_s - start_s
-                    sample.num_prompt_tokens = lens[output.request_id]
-                    sample.num_output_tokens, sample.has_usage = len(sample.event_times_s), True
-                    if output.error is not None:
-                        sample.failure = Failure(output.error.code, output.error.message)
-                    del live[output.request_id]
-                    if bar is not None:
-                        bar.update(1)
-            result.steps.append(StepTime(now_s - step_start_s, num_tokens, is_decode))
+        while run.live:
+            run.step()
     finally:
-        core.abort_requests(live)
-    return result
+        core.abort_requests(run.live)
+    return run.result
+
+
+class _Run:
+    """Requests under way in an engine."""
+
+    def __init__(self, core: EngineCore, requests: Sequence[AddRequest], bar: tqdm[None] | None) -> None:
+        self._core = core
+        self._bar = bar
+        self._waiting = list(reversed(requests))
+        self._prompt_lens = {request.request_id: len(request.prompt_token_ids) for request in requests}
+        self._num_without_token = len(requests)
+        self._start_s = time.perf_counter()
+        self.live = {request.request_id: RequestSample(i, 0.0, 0.0, 0.0) for i, request in enumerate(requests)}
+        self.result = OfflineResult(list(self.live.values()))
+
+    def step(self) -> None:
+        """Fill the engine's queue, run one step and note what came of it."""
+        max_queue_len = self._core.config.scheduler.max_queue_len
+        while self._waiting and self._core.get_load().num_waiting < max_queue_len:
+            self._core.add_request(self._waiting.pop())
+        is_decode = self._num_without_token == 0
+        begun_s = time.perf_counter()
+        outputs = self._core.step()
+        ended_s = time.perf_counter()
+        for output in outputs:
+            self._take(output, ended_s - self._start_s)
+        num_tokens = sum(len(output.new_token_ids) for output in outputs)
+        self.result.steps.append(StepTime(ended_s - begun_s, num_tokens, is_decode))
+
+    def _take(self, output: RequestOutput, now_s: float) -> None:
+        sample = self.live[output.request_id]
+        self._num_without_token -= bool(output.new_token_ids and not sample.event_times_s)
+        sample.event_times_s += [now_s] * len(output.new_token_ids)
+        if output.finish_reason is None:
+            return
+        sample.end_s = now_s
+        sample.num_prompt_tokens = self._prompt_lens[output.request_id]
+        sample.num_output_tokens, sample.has_usage = len(sample.event_times_s), True
+        if output.error is not None:
+            sample.failure = Failure(output.error.code, output.error.message)
+        del self.live[output.request_id]
+        if self._bar is not None:
+            self._bar.update(1)
