@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from processes import ManagedProcess, find_free_port, wait_until
-from test_router_replay import Replay, Service
+from replay_service import Replay, Service
 
 
 @pytest.fixture

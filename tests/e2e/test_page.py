@@ -9,10 +9,10 @@ import httpx
 import pytest
 from browser import open_browser, prefer_scheme, read_console
 from processes import wait_until
+from replay_service import Replay, Service
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from test_router_replay import Replay, Service
 
 
 @pytest.fixture(scope="module")

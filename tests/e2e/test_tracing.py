@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from test_router_replay import Service
+from replay_service import Service
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 
