@@ -59,6 +59,11 @@ class Admission:
         self._waiting: list[_Waiting] = []
         metrics.oldest_waiting.set_function(self._get_longest_wait_s)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is served and nothing waits."""
+        return not self._num_running and not self._waiting
+
     @asynccontextmanager
     async def slot(self, visitor: Visitor, deadline_s: float) -> AsyncIterator[None]:
         """Hold a place while the request is served.

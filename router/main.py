@@ -139,8 +139,9 @@ def build_directory(settings: PoolSettings) -> Directory | None:
 
 def _serve(settings: RouterSettings, listening: socket.socket) -> int:
     logger.info("settings", extra={"kv": describe_settings(settings)})
+    service = build_service(settings)
     config = uvicorn.Config(
-        build_app(build_service(settings)),
+        build_app(service),
         http="httptools",
         ws="none",
         log_config=None,
@@ -148,7 +149,7 @@ def _serve(settings: RouterSettings, listening: socket.socket) -> int:
         server_header=False,
         timeout_graceful_shutdown=max(round(settings.http.shutdown_timeout_s), 1),
     )
-    server = _Server(config, listening, settings.http.ready_file)
+    server = _Server(config, listening, settings.http, service)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.serve(sockets=[listening]))
     return 0 if server.started else 2
@@ -157,10 +158,14 @@ def _serve(settings: RouterSettings, listening: socket.socket) -> int:
 class _Server(uvicorn.Server):
     """Uvicorn's server, ending with status 0 on a signal and telling when it can be reached."""
 
-    def __init__(self, config: uvicorn.Config, listening: socket.socket, ready_file: str | None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, listening: socket.socket, settings: HttpSettings, service: RouterService
+    ) -> None:
         super().__init__(config)
         self._listening = listening
-        self._ready_file = None if ready_file is None else Path(ready_file)
+        self._settings = settings
+        self._service = service
+        self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to serve, then say where."""
@@ -168,8 +173,21 @@ class _Server(uvicorn.Server):
         host, port = self._listening.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         logger.info("clients connect to %s", url)
-        if self._ready_file is not None:
-            _write_ready_note(self._ready_file, {"http": url, "host": host, "port": port, "pid": os.getpid()})
+        self._draining = asyncio.create_task(self._stop_once_drained())
+        if self._settings.ready_file is not None:
+            note = {"http": url, "host": host, "port": port, "pid": os.getpid()}
+            _write_ready_note(Path(self._settings.ready_file), note)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop to serve."""
+        if self._draining is not None:
+            self._draining.cancel()
+        await super().shutdown(sockets=sockets)
+
+    async def _stop_once_drained(self) -> None:
+        await self._service.drain.wait_until_drained(self._service.admission, self._settings.shutdown_timeout_s)
+        logger.info("drained: stopping")
+        self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

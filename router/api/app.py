@@ -110,6 +110,11 @@ def _add_operation_routes(app: FastAPI, service: RouterService) -> None:
         """Whether a request could be served now."""
         return operations.show_ready(service)
 
+    @app.post("/drain", response_model=None)
+    async def drain(request: Request) -> Response:
+        """Refuse new work, finish what runs, then end."""
+        return operations.start_drain(service, request)
+
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         """Prometheus metrics."""

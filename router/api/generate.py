@@ -52,6 +52,7 @@ async def _answer(service: RouterService, request: Request, endpoint: str, prefi
     )
     arrived_s = asyncio.get_running_loop().time()
     try:
+        service.drain.check()
         timeout_s = read_timeout(request.headers, service.settings.admission.request_timeout_s)
         session_id = read_session_id(request.headers)
         body = await read_body(request, service.settings.http.max_body_bytes)

@@ -15,6 +15,8 @@ from pdserve.router.api.prepare import render_chat
 from pdserve.router.api.request_types import DetokenizeFields, TokenizeFields, parse_body
 from pdserve.router.api.service import RouterService, run_tokenizer
 
+_THIS_MACHINE = ("127.0.0.1", "::1")
+
 
 def list_models(service: RouterService) -> Response:
     """``GET /v1/models``."""
@@ -60,11 +62,23 @@ def show_ready(service: RouterService) -> Response:
         pool.role: {"configured": len(pool.instances), "usable": len(pool.usable)}
         for pool in (service.fleet.prefill, service.fleet.decode)
     }
-    is_serving = service.fleet.is_serving
-    return json_response(
-        {"status": "ready" if is_serving else "waiting for a decode instance", "pools": pools},
-        status=200 if is_serving else 503,
-    )
+    status = "ready" if service.fleet.is_serving else "waiting for a decode instance"
+    if service.drain.is_draining:
+        status = "draining"
+    return json_response({"status": status, "pools": pools}, status=200 if status == "ready" else 503)
+
+
+def start_drain(service: RouterService, request: Request) -> Response:
+    """``POST /drain``: from this machine only, because it ends the router.
+
+    Raises:
+        RequestError: 403, it comes from elsewhere.
+    """
+    host = request.client.host if request.client else ""
+    if host not in _THIS_MACHINE:
+        raise RequestError("POST /drain is taken from the router's own machine only", code="forbidden", http_status=403)
+    service.drain.begin()
+    return json_response({"status": "draining"}, status=202)
 
 
 def show_metrics(service: RouterService) -> Response:

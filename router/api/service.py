@@ -12,6 +12,7 @@ from typing import TypeVar
 from pdserve.errors import RequestError
 from pdserve.router.admission import Admission
 from pdserve.router.config import RouterSettings
+from pdserve.router.drain import Drain
 from pdserve.router.fleet import Fleet
 from pdserve.router.membership.directory import Directory
 from pdserve.router.metrics import RouterMetrics
@@ -43,6 +44,7 @@ class RouterService:
         recompute_warning: the one that all requests share.
         directory: lists the instances; None where they are given once.
         tracer: gets every request's timeline at its end.
+        drain: whether the router still takes work.
         created_s: when this router started, seconds since the epoch.
     """
 
@@ -57,6 +59,7 @@ class RouterService:
     recompute_warning: RecomputeWarning = field(default_factory=RecomputeWarning)
     directory: Directory | None = None
     tracer: RequestTracer = field(default_factory=NullTracer)
+    drain: Drain = field(default_factory=Drain)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, model: str | None) -> None:

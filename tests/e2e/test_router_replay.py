@@ -265,3 +265,21 @@ def test_stopping_the_router_ends_its_streams_and_says_goodbye(service: Service)
     assert service.router.wait(10) == 0
     wait_until(lambda: decode.stats["aborted"] == 1, "the leg being aborted", 5)
     assert "Traceback" not in service.log.read_text()
+
+
+def test_drained_router_finishes_what_runs_refuses_the_rest_and_ends(service: Service, expected: str) -> None:
+    service.add("prefill")
+    service.add("decode", "--step-ms", "30")
+    service.start("--shutdown-timeout-s", "60").wait_for(1, 1)
+    stream = service.stream_text()
+    text = next(stream)
+    assert httpx.post(f"{service.url}/drain").status_code == 202
+    ready = httpx.get(f"{service.url}/ready")
+    assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+    with pytest.raises(openai.APIStatusError) as refused:
+        service.complete()
+    assert refused.value.status_code == 503
+    assert refused.value.response.headers["retry-after"]
+    assert text + "".join(stream) == expected
+    assert service.router is not None
+    assert service.router.wait(30) == 0

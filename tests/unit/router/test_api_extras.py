@@ -150,3 +150,16 @@ def test_session_header_reaches_the_policy_and_no_instance() -> None:
     assert post(COMPLETIONS, {"prompt": PROMPT}, decode, headers={"X-Session-Id": "abc"}).status_code == 200
     assert "abc" not in repr(decode.messages)
     assert post(COMPLETIONS, {"prompt": PROMPT}, headers={"X-Session-Id": "x" * 300}).status_code == 400
+
+
+def test_drain_is_taken_from_this_machine_only() -> None:
+    async def test(client: httpx.AsyncClient) -> list[int]:
+        transport: Any = client._transport
+        statuses = []
+        for host in ("10.0.0.9", "127.0.0.1"):
+            transport.client = (host, 1)
+            statuses.append((await client.post("/drain")).status_code)
+            statuses.append((await client.post(COMPLETIONS, json={"prompt": PROMPT})).status_code)
+        return statuses
+
+    assert with_client(test, decode=[FakeInstance(Role.DECODE, "d0")]) == [403, 200, 202, 503]
