@@ -1,5 +1,6 @@
 // The compute threads, and scratch memory.
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
@@ -17,6 +18,7 @@ namespace {
 // How long a thread looks for the next work before it sleeps. A layer's kernels follow one another within this time;
 // waking takes longer than most of them.
 constexpr auto kPatience = std::chrono::microseconds(50);
+constexpr int kSpins = 1000;
 
 void relax() {
 #if defined(__x86_64__)
@@ -33,7 +35,8 @@ class Pool {
     const std::lock_guard<std::mutex> only(callers_);
     while (static_cast<int64_t>(threads_.size()) + 1 < threads) {
       const size_t index = threads_.size();
-      threads_.emplace_back([this, index] { serve(index); });
+      const uint64_t seen = generation_.load(std::memory_order_relaxed);
+      threads_.emplace_back([this, index, seen] { serve(index, seen); });
     }
     work_ = work;
     context_ = context;
@@ -47,7 +50,13 @@ class Pool {
     }
     wake_.notify_all();
     drain();
-    while (busy_.load(std::memory_order_acquire) != 0) relax();
+    for (int spins = 0; busy_.load(std::memory_order_acquire) != 0; ++spins) {
+      if (spins < kSpins) {
+        relax();
+      } else {
+        std::this_thread::yield();  // a helper may be waiting for this very core
+      }
+    }
   }
 
  private:
@@ -55,8 +64,8 @@ class Pool {
     for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) work_(context_, i);
   }
 
-  void serve(size_t index) {
-    for (uint64_t seen = 0;;) {
+  void serve(size_t index, uint64_t seen) {
+    for (;;) {
       wait_for_work(seen);
       seen = generation_.load(std::memory_order_acquire);
       if (static_cast<int64_t>(index) < helpers_) drain();
