@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from processes import find_free_port
+from processes import ManagedProcess, find_free_port, wait_until
 from replay_service import Replay, Service
 
 from pdserve.announcements import Announcement, AnnouncementBoard
@@ -224,7 +224,7 @@ def test_leaving_instance_finishes_what_runs_there_and_may_come_back_meanwhile(r
     run(main)
 
 
-def test_joining_and_leaving_a_hundred_times_leaves_nothing_behind(replays: list[Replay]) -> None:
+def test_case_29_joining_and_leaving_a_hundred_times_leaves_nothing_behind(replays: list[Replay]) -> None:
     one, two = (replay.address for replay in replays)
 
     def count() -> dict[str, int]:
@@ -283,3 +283,27 @@ def test_two_routers_over_the_same_pools(tmp_path: Path) -> None:
         first.instances = kept
         first.close()
         second.close()
+
+
+def test_real_instance_announces_itself_while_it_serves(tmp_path: Path) -> None:
+    if not RedisProcess.is_installed():
+        pytest.skip("redis-server is not installed: apt-get install redis-server")
+    server = RedisProcess(port=find_free_port())
+    server.start()
+    url = f"redis://127.0.0.1:{server.port}/0"
+    board = AnnouncementBoard(url)
+    command = ["pdserve.decode.main", "--port", "0", "--http-port", "0", "--num-blocks", "64", "--discovery", url]
+    instance = ManagedProcess("decode", command, tmp_path)
+    try:
+        instance.start()
+        instance.wait_ready()
+        (found,) = wait_until(board.read, "its announcement")
+        assert f"tcp://{found.address}" == instance.ready["address"]
+        assert (found.role, found.generation) == (Role.DECODE, instance.ready["generation"])
+        assert instance.stop() == 0
+        assert board.read() == []
+    finally:
+        if instance.is_alive:
+            instance.kill()
+        board.close()
+        server.close()
