@@ -61,7 +61,7 @@ def test_ports_and_roles_without_a_router(service: Service) -> None:
     wait_until(lambda: prefill.stats and silent.stats, "the instances being there")
     silent.signal(signal.SIGSTOP)
     config.write_text(f'[pools]\ndecode = ["{prefill.address}", "{silent.address}", "{closed}"]\n')
-    status, report = ask_doctor("--config", str(config), "--timeout-s", "1")
+    status, report = ask_doctor("--config", str(config), "--timeout-s", "4")
     assert status == 1
     assert f"decode instance {prefill.address}: it was started as a prefill instance" in report
     assert f"decode instance {silent.address}: what listens there does not answer as an instance" in report

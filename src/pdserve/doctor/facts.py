@@ -67,13 +67,13 @@ class RouterFacts:
         url: where it is.
         status: its answer; None when there was none.
         problem: why there was none.
-        clock_offset_s: its clock less this one's; None when unknown.
+        clock_offset_s: its clock less this one's, at least and at most; None when unknown.
     """
 
     url: str
     status: RouterStatus | None = None
     problem: str = ""
-    clock_offset_s: float | None = None
+    clock_offset_s: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class InstanceFacts:
         ready: its answer to a Hello.
         reason: why it refused, or did not answer.
         about: its own description; None when its HTTP port was not found or did not answer.
-        clock_offset_s: its clock less this one's; None when unknown.
+        clock_offset_s: its clock less this one's, at least and at most; None when unknown.
         metrics: its Prometheus samples, by name and labels, summed over labels where the key has none.
     """
 
@@ -97,7 +97,7 @@ class InstanceFacts:
     ready: Ready | None = None
     reason: str = ""
     about: About | None = None
-    clock_offset_s: float | None = None
+    clock_offset_s: tuple[float, float] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -16,11 +16,16 @@ _PROMPTS_IN_STORE = 8
 def check_clocks(deployment: Deployment) -> list[Finding]:
     """All machines' clocks agree."""
     findings = []
-    base_s = deployment.router.clock_offset_s if deployment.router is not None else None
+    base = deployment.router.clock_offset_s if deployment.router is not None else None
+    router_low_s, router_high_s = base or (0.0, 0.0)
     for instance in deployment.instances:
-        offset_s = None if instance.clock_offset_s is None else instance.clock_offset_s - (base_s or 0.0)
+        offset_s = None
         seen = deployment.seen_by_router(instance)
-        if offset_s is None and seen is not None and seen.tally.get("least_event_age_ms") is not None:
+        if instance.clock_offset_s is not None:
+            low_s, high_s = instance.clock_offset_s
+            # Only what is sure: a slow answer widens the bounds and never makes an offset.
+            offset_s = max(low_s - router_high_s, 0.0) + min(high_s - router_low_s, 0.0)
+        elif seen is not None and seen.tally.get("least_event_age_ms") is not None:
             # Events that reach the router before they happened: by this much its clock is ahead, at least.
             offset_s = max(0.0, -float(seen.tally["least_event_age_ms"]) / 1000)
         if offset_s is not None and abs(offset_s) > MAX_CLOCK_OFFSET_S:

@@ -57,8 +57,7 @@ def probe_router(url: str, timeout_s: float, api_key: str | None) -> RouterFacts
         status = msgspec.json.decode(answer.content, type=RouterStatus)
     except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError) as error:
         return RouterFacts(url, problem=str(error).splitlines()[0])
-    offset_s = status.time_ns / _NS_PER_S - (before_s + time.time()) / 2
-    return RouterFacts(url, status, clock_offset_s=offset_s)
+    return RouterFacts(url, status, clock_offset_s=_bound_offset_s(status.time_ns, before_s))
 
 
 def probe_instance(role: Role, address: str, timeout_s: float) -> InstanceFacts:
@@ -104,7 +103,7 @@ def say_hello(address: str, timeout_s: float) -> Ready | Refused | None:
     return None
 
 
-def _get_about(url: str, timeout_s: float) -> tuple[About | None, float | None]:
+def _get_about(url: str, timeout_s: float) -> tuple[About | None, tuple[float, float] | None]:
     before_s = time.time()
     try:
         answer = httpx.get(f"{url}/about", timeout=timeout_s)
@@ -112,7 +111,17 @@ def _get_about(url: str, timeout_s: float) -> tuple[About | None, float | None]:
         about = msgspec.json.decode(answer.content, type=About)
     except (httpx.HTTPError, msgspec.DecodeError):
         return None, None
-    return about, about.time_ns / _NS_PER_S - (before_s + time.time()) / 2
+    return about, _bound_offset_s(about.time_ns, before_s)
+
+
+def _bound_offset_s(time_ns: int, before_s: float) -> tuple[float, float]:
+    """How far another clock is ahead of this one, at least and at most.
+
+    Args:
+        time_ns: what it showed at some moment between the question and now.
+        before_s: when it was asked.
+    """
+    return time_ns / _NS_PER_S - time.time(), time_ns / _NS_PER_S - before_s
 
 
 def _get_metrics(url: str, timeout_s: float) -> dict[str, float]:

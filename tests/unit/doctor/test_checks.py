@@ -65,7 +65,12 @@ def build_instance(role: Role) -> InstanceFacts:
     if role is Role.DECODE:
         metrics[f'{QUEUE}{{le="1.0"}}'] = 995.0
     return InstanceFacts(
-        role, ADDRESSES[role], ready=build_ready(role), about=build_about(role), clock_offset_s=0.01, metrics=metrics
+        role,
+        ADDRESSES[role],
+        ready=build_ready(role),
+        about=build_about(role),
+        clock_offset_s=(-0.4, 0.5),
+        metrics=metrics,
     )
 
 
@@ -100,7 +105,7 @@ def build_router() -> RouterFacts:
         counters={"requests": 1000.0, "handoffs": 900.0, "decode_recomputed_prompts": 3.0, "colocated_fallbacks": 0.0},
         pools=pools,
     )
-    return RouterFacts("http://r", status, clock_offset_s=0.0)
+    return RouterFacts("http://r", status, clock_offset_s=(-0.01, 0.01))
 
 
 def healthy() -> Deployment:
@@ -228,7 +233,7 @@ WRONG = [
         "7 transfers failed (corrupt)",
     ),
     ("leases", lambda: with_instance(Role.PREFILL, about_connector_options={"min_age_s": "0.5"}), "keeps KV for 0.5 s"),
-    ("clocks", lambda: with_instance(Role.DECODE, clock_offset_s=-3.0), "3.0 s behind the router's"),
+    ("clocks", lambda: with_instance(Role.DECODE, clock_offset_s=(-3.2, -3.01)), "3.0 s behind the router's"),
     (
         "clocks",
         lambda: replace(
