@@ -24,6 +24,7 @@ from pdserve.connectors.nixl.report import TransferReport
 from pdserve.connectors.nixl.side_channel import ProducerSocket, Sockets
 from pdserve.connectors.nixl.transfer_thread import ProducerSide, TransferThread
 from pdserve.connectors.nixl.wake_up import WakeUp
+from pdserve.errors import ConfigError
 from pdserve.kv_layout import KVCacheSpec
 from pdserve.protocol import Role
 
@@ -61,8 +62,13 @@ class NixlWorker:
         # Not the engine's id alone: an agent's name must never come back, whoever chooses engine ids.
         generation = f"{self._context.engine_id}/{secrets.token_hex(4)}"
         memory = PoolMemory(kv_cache, spec)
-        agent = TransferAgent(generation, memory.region, self._options.ucx_devices)
         sockets = Sockets()
+        try:
+            socket = ProducerSocket(sockets, self._options) if self._context.role is Role.PREFILL else None
+            agent = TransferAgent(generation, memory.region, self._options.ucx_devices)
+        except ConfigError:
+            sockets.context.destroy(linger=0)
+            raise
         channels = ProducerChannels(sockets, AllowedPeers(self._options.allowed_peers))
         self._memory = memory
         self._consumer = Consumer(
@@ -75,14 +81,13 @@ class NixlWorker:
             timeout_s=self._options.answer_timeout_s,
             clock=time.monotonic,
         )
-        side = self._build_side(generation, agent, memory, sockets) if self._context.role is Role.PREFILL else None
         self._thread = TransferThread(
             sockets,
             self._wake_up,
             agent=agent,
             consumer=self._consumer,
             channels=channels,
-            side=side,
+            side=None if socket is None else self._build_side(generation, agent, memory, socket),
             report=self._report,
             clock=time.monotonic,
         )
@@ -123,8 +128,9 @@ class NixlWorker:
             logger.warning("a KV transfer did not end within %g s", _CLOSE_TIMEOUT_S)
         self._wake_up.close()
 
-    def _build_side(self, generation: str, agent: TransferAgent, memory: PoolMemory, sockets: Sockets) -> ProducerSide:
-        socket = ProducerSocket(sockets, self._options)
+    def _build_side(
+        self, generation: str, agent: TransferAgent, memory: PoolMemory, socket: ProducerSocket
+    ) -> ProducerSide:
         self._report.tell_scheduler(Endpoint(socket.address, generation))
         self._producer = Producer(
             wire.Welcome(generation, self._context.identity, agent.get_metadata(), memory.region),
