@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import concurrent.futures
-import time
 import logging
 import os
+import time
 
 import pytest
 
