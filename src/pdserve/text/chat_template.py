@@ -135,8 +135,10 @@ def _prepare_message(message: Message, index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{index}] needs a role", param=f"messages[{index}].role")
     prepared = dict(message)
-    prepared["content"] = _join_content(message.get("content"), index)
     calls = message.get("tool_calls")
+    if message.get("content") is None and not calls:
+        raise RequestError(f"messages[{index}] needs a content", param=f"messages[{index}].content")
+    prepared["content"] = _join_content(message.get("content"), index)
     if calls:
         prepared["tool_calls"] = [_prepare_call(call, index) for call in calls]
     elif prepared["content"] is None:

@@ -128,6 +128,7 @@ CHAT_ONLY: list[tuple[dict[str, Any], int, str | None]] = [
     ({"messages": ["hi"]}, 400, "messages[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
+    ({"messages": [{"role": "user"}]}, 400, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "word " * 80}]}, 400, "messages"),
     ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
     ({"logprobs": 5}, 400, "logprobs"),
