@@ -40,7 +40,7 @@ class Bench:
         self.rule = rule
         self.spec = TINY_SPEC
         self.block_size = TINY_SPEC.block_size
-        self._patience = patience
+        self.patience = patience
         self._run = secrets.token_hex(4)
         self._first_token = secrets.randbelow(1 << 31)
         self._engines: list[EngineHarness] = []
@@ -240,12 +240,12 @@ class Bench:
         Raises:
             RuleViolationError: it never comes: of R20 if steps with tokens help, else of ``rule``.
         """
-        deadline = time.monotonic() + self._patience.timeout_s + extra_s
+        deadline = time.monotonic() + self.patience.timeout_s + extra_s
         num_steps = 0
         while not condition():
             num_steps += 1
             if num_steps > _LEAST_STEPS and time.monotonic() > deadline:
-                self._patience.note_hang()
+                self.patience.note_hang()
                 if self._compute_until(condition, self._engines if engines is None else engines):
                     raise RuleViolationError("R20", f"{message} until a step computed tokens")
                 raise RuleViolationError(rule, message)

@@ -121,8 +121,9 @@ def open_target(
     Raises:
         ConfigError: the connector or the target cannot be imported, or is none.
     """
+    connector_type = load_connector(connector)
     target_type = _import_target(target) if target else _find_known_target(connector)
-    return target_type(load_connector(connector), options or {}, directory)
+    return target_type(connector_type, options or {}, directory)
 
 
 def read_options(path: Path) -> dict[str, Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pdserve.connectors.testing.check import Check, Level
 from pdserve.connectors.testing.checks import (
+    anything,
     composition,
     declared,
+    engine,
     identity,
     integrity,
     lifecycle,
@@ -25,6 +27,8 @@ CHECKS: tuple[Check, ...] = (
     *composition.CHECKS,
     *integrity.CHECKS,
     *peers.CHECKS,
+    *anything.CHECKS,
+    *engine.CHECKS,
 )
 
 

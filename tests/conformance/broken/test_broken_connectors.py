@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,14 @@ from origins import remember_origins
 from targets import DirectTarget, StoreTarget
 
 from pdserve.connectors.base import KVConnector
-from pdserve.connectors.testing.check import Level
+from pdserve.connectors.testing.check import Check, Level
 from pdserve.connectors.testing.checks import get_checks
+from pdserve.connectors.testing.machine import run_machine
 from pdserve.connectors.testing.patience import Patience
 from pdserve.connectors.testing.report import RuleVerdict, judge_rules
 from pdserve.connectors.testing.runner import Verdict, run_checks
+from pdserve.connectors.testing.target import ConformanceTarget
+from pdserve.connectors.testing.violations import RuleViolationError
 
 BROKEN: list[tuple[type[KVConnector], str]] = [*broken_stores.BROKEN, *broken_directs.BROKEN]
 
@@ -33,18 +36,36 @@ def origins() -> Iterator[None]:
         yield
 
 
-def judge(connector: type[KVConnector], directory: Path) -> list[RuleVerdict]:
-    is_store = issubclass(connector, HonestStore)
-    target = (StoreTarget if is_store else DirectTarget)(connector, {}, directory)
+# Events in any order break several rules at once, and tokens are all the same to whose fault they are.
+CHECKS = [check for check in get_checks(max_level=Level.FAULTS) if check.id != "any_order_of_events"]
+ANY_ORDER = [check for check in get_checks() if check.id == "any_order_of_events"]
+TWO_ENGINES = [check for check in get_checks() if check.id == "two_engines_answer_as_one"]
+
+
+def build_target(connector: type[KVConnector], directory: Path) -> ConformanceTarget:
+    target = (StoreTarget if issubclass(connector, HonestStore) else DirectTarget)(connector, {}, directory)
     if issubclass(getattr(connector, "scheduler_type", object), broken_stores.OwnIdentity):
         target.blocks = None  # its entries have names of its own
-    results = run_checks(target, get_checks(max_level=Level.FAULTS), patience=Patience(1.0))
+    return target
+
+
+def judge(connector: type[KVConnector], directory: Path, checks: Sequence[Check] = CHECKS) -> list[RuleVerdict]:
+    target = build_target(connector, directory)
+    results = run_checks(target, checks, patience=Patience(1.0))
     target.close()
     return judge_rules(results)
 
 
 def get_failures(verdicts: list[RuleVerdict]) -> dict[str, tuple[str, ...]]:
     return {v.rule.id: v.reasons for v in verdicts if v.verdict is Verdict.FAIL}
+
+
+@pytest.mark.parametrize("connector", [HonestStore, HonestDirect])
+def test_an_honest_connector_passes_in_any_order_and_between_engines(
+    connector: type[KVConnector], tmp_path: Path
+) -> None:
+    verdicts = judge(connector, tmp_path, [*ANY_ORDER, *TWO_ENGINES])
+    assert [(v.rule.id, v.verdict) for v in verdicts] == [("R2", Verdict.PASS), ("R9", Verdict.PASS)]
 
 
 @pytest.mark.parametrize("connector", [HonestStore, HonestDirect])
@@ -71,3 +92,28 @@ def test_an_undeclared_ability_is_a_warning(tmp_path: Path) -> None:
     verdicts = judge(broken_stores.UndeclaredStore, tmp_path)
     assert get_failures(verdicts) == {}
     assert [v.rule.id for v in verdicts if v.verdict is Verdict.WARNING] == ["R2"]
+
+
+FOUND_IN_ANY_ORDER = {
+    "ReturnsTotals",
+    "IgnoresHoles",
+    "SavesTheFirstChunkOnly",
+    "ForgetsAbortedLoads",
+    "ReportsLoadsTwice",
+    "SentBeforeFetched",
+}
+
+
+@pytest.mark.parametrize(
+    "connector", [c for c, _ in BROKEN if c.__name__ in FOUND_IN_ANY_ORDER], ids=lambda connector: connector.__name__
+)
+def test_events_in_any_order_find_it(connector: type[KVConnector], tmp_path: Path) -> None:
+    target = build_target(connector, tmp_path)
+    with pytest.raises(RuleViolationError, match="after: "):
+        run_machine(target, Patience(0.5), num_examples=200, num_steps=30, shrinks=False)
+    target.close()
+
+
+def test_two_engines_notice_kv_that_is_wrong(tmp_path: Path) -> None:
+    (connector,) = (c for c, _ in BROKEN if c.__name__ == "SavesBeforeTheForwardPass")
+    assert set(get_failures(judge(connector, tmp_path, TWO_ENGINES))) == {"R2"}

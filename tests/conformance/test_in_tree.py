@@ -1,0 +1,56 @@
+"""Every connector that comes with pdserve keeps every rule, as far as the kit can tell, on its real back-end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.connectors import connector_names, load_connector
+from pdserve.connectors.testing.suite import ConnectorConformanceSuite
+from pdserve.connectors.testing.target import ConformanceTarget
+from pdserve.errors import ConfigError
+
+
+class Suite(ConnectorConformanceSuite):
+    """Skips a connector whose packages are not installed here."""
+
+    @classmethod
+    def build_target(cls, directory: Path) -> ConformanceTarget:
+        try:
+            load_connector(cls.connector)
+        except ConfigError as missing:
+            pytest.skip(missing.message)
+        return super().build_target(directory)
+
+
+class TestNull(Suite):
+    connector = "null"
+
+
+class TestMemory(Suite):
+    connector = "memory"
+
+
+class TestSharedStorage(Suite):
+    connector = "shared_storage"
+
+
+class TestRedis(Suite):
+    connector = "redis"
+
+
+class TestNixl(Suite):
+    connector = "nixl"
+
+
+class TestLmcache(Suite):
+    connector = "lmcache"
+
+
+class TestMulti(Suite):
+    connector = "multi"
+
+
+def test_all_are_here() -> None:
+    assert {suite.connector for suite in Suite.__subclasses__()} >= set(connector_names())
