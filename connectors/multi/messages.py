@@ -17,12 +17,15 @@ class OwnedLoad(msgspec.Struct, frozen=True, array_like=True):
 class OwedSend(msgspec.Struct, frozen=True, array_like=True):
     """A request that ended before this step, and the children that will report its sending.
 
-    ``is_saved``: another child has saved it whole already.
+    Attributes:
+        request_id: the request.
+        children: who will report.
+        is_awaited: the engine waits for a report of the composition.
     """
 
     request_id: str
     children: tuple[int, ...]
-    is_saved: bool
+    is_awaited: bool
 
 
 class MultiMetadata(msgspec.Struct, frozen=True):

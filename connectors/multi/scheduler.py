@@ -114,9 +114,9 @@ class MultiScheduler:
 
         ::
 
-            a child's parameters are good at once  -> they go out at once; blocks are held until all have sent
-            every child announces when it has sent -> announced when all have sent
-            no child reports a sending             -> nothing is held
+            some child holds the blocks               -> held until all that will report a sending have
+            parameters good at once, no child holds   -> they go out, and nobody waits for the others' sending
+            all parameters are announced when sent    -> announced when all have sent
         """
         request_id = request.request_id
         self._promised_by.pop(request_id, None)
@@ -124,12 +124,13 @@ class MultiScheduler:
             half.request_finished(view_for(request, child), block_ids, num_computed_tokens, handoff=handoff)
             for child, half in zip(self._children, self._halves, strict=True)
         ]
-        owed = tuple(index for index, decision in enumerate(decisions) if decision.expects_sent)
+        decision = self._join(request_id, decisions)
+        owed = tuple(index for index, own in enumerate(decisions) if own.expects_sent)
         if owed:
+            self._sends.append(OwedSend(request_id, owed, decision.expects_sent))
+        if decision.expects_sent:
             self._sent_by[request_id] = owed
-            is_saved = any(d.kv_transfer_params is not None and not d.expects_sent for d in decisions)
-            self._sends.append(OwedSend(request_id, owed, is_saved))
-        return self._join(request_id, decisions)
+        return decision
 
     def close(self) -> None:
         """Close every child, whatever another one does."""
@@ -156,7 +157,7 @@ class MultiScheduler:
         is_good_now = any(d.kv_transfer_params is not None and not d.announce_when_sent for d in decisions)
         announces = any(d.announce_when_sent for d in decisions)
         return FinishDecision(
-            hold_blocks=any(d.hold_blocks for d in decisions) or (is_good_now and announces),
+            hold_blocks=any(d.hold_blocks for d in decisions),
             kv_transfer_params=params,
             announce_when_sent=announces and not is_good_now,
         )

@@ -19,12 +19,14 @@ class _Send:
 
     Attributes:
         pending: children that have not reported.
-        is_saved: whether a child is known to have saved it whole.
+        is_awaited: whether the engine waits for the end.
+        is_saved: whether one of those that have reported saved it whole.
         num_bytes: that all of them sent.
     """
 
     pending: set[int]
-    is_saved: bool
+    is_awaited: bool
+    is_saved: bool = False
     num_bytes: int = 0
 
 
@@ -83,12 +85,13 @@ class MultiWorker:
         """What ended since the last call, each transfer once: a sending when the last child has reported it."""
         joint = ConnectorOutput()
         due: list[list[str]] = [[] for _ in self._halves]
-        for request_id in finished_request_ids:
+        unawaited = [request_id for request_id, owed in self._due.items() if not owed.is_awaited]
+        for request_id in (*finished_request_ids, *unawaited):
             owed = self._due.pop(request_id, None)
             if owed is None or request_id in self._sends:
                 joint.stats.count_failure("unknown")
                 continue
-            self._sends[request_id] = _Send(set(owed.children), owed.is_saved)
+            self._sends[request_id] = _Send(set(owed.children), owed.is_awaited)
             for index in owed.children:
                 due[index].append(request_id)
         for index, half in enumerate(self._halves):
@@ -125,8 +128,10 @@ class MultiWorker:
         send.pending.discard(index)
         send.is_saved |= request_id not in report.failed_sending
         send.num_bytes += report.sent_bytes.get(request_id, 0)
-        if not send.pending:
-            del self._sends[request_id]
+        if send.pending:
+            return
+        del self._sends[request_id]
+        if send.is_awaited:
             joint.finished_sending.add(request_id)
             joint.sent_bytes[request_id] = send.num_bytes
             if not send.is_saved:

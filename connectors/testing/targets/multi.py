@@ -1,20 +1,23 @@
-"""A composition: files and memory, both of the run's own."""
+"""A composition of two stores of files, with directories of the run's own: both must be told, heard and survived."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pdserve.connectors.base import ConnectorFeatures, KVConnector
+from pdserve.connectors.shared_storage import SharedStorageConnector
 from pdserve.connectors.testing.target import ConformanceTarget, StoredBlocks
-from pdserve.connectors.testing.targets.memory import StoredValues
-from pdserve.connectors.testing.targets.shared_storage import StoredFiles
+from pdserve.connectors.testing.targets import shared_storage
+from pdserve.connectors.testing.violations import NotOfferedError
 from pdserve.kv_layout import BlockKey
 
 
-class StoredEverywhere:
-    """All stores as a vandal sees them. A block is one entry to him: damaged in one store, lost in the others."""
+class StoredTwice:
+    """Both stores as a vandal sees them. A block is one entry to him: damaged in one store, lost in the other."""
 
     def __init__(self, stores: Sequence[StoredBlocks]) -> None:
         self._stores = stores
@@ -24,9 +27,8 @@ class StoredEverywhere:
         return next((data for store in self._stores if (data := store.read(key)) is not None), None)
 
     def write(self, key: BlockKey, data: bytes) -> None:
-        """Replace the first entry that there is, and remove the others."""
-        having = [store for store in self._stores if store.read(key) is not None]
-        for index, store in enumerate(having):
+        """Replace the first entry that there is, and remove the other."""
+        for index, store in enumerate(self._find(key)):
             if index == 0:
                 store.write(key, data)
             else:
@@ -34,31 +36,58 @@ class StoredEverywhere:
 
     def delete(self, key: BlockKey) -> None:
         """Remove every entry."""
-        for store in self._stores:
-            if store.read(key) is not None:
-                store.delete(key)
+        for store in self._find(key):
+            store.delete(key)
+
+    def _find(self, key: BlockKey) -> list[StoredBlocks]:
+        return [store for store in self._stores if store.read(key) is not None]
 
 
 class Target(ConformanceTarget):
-    """Option ``children`` is set here, unless it is given: then nothing can be damaged."""
+    """Option ``children`` is set here, unless it is given: then nothing can be damaged or cut off."""
 
-    crosses_processes: ClassVar[bool] = False
     composes: ClassVar[bool] = True
 
     def __init__(self, connector: type[KVConnector], options: Mapping[str, Any], directory: Path) -> None:
-        is_given = "children" in options
-        values: dict[bytes, bytes] = {}
-        root = directory / "store"
-        children = [
-            {"connector": "shared_storage", "options": {"path": str(root)}},
-            {"connector": "memory", "options": {"store": values}},
-        ]
-        super().__init__(connector, {"children": children, **options}, directory)
-        self._has_stores_only = not is_given
-        if not is_given:
-            self.blocks = StoredEverywhere([StoredFiles(root), StoredValues(values)])
+        self._parts: list[shared_storage.Target] = []
+        if "children" not in options:
+            for name in ("first", "second"):
+                (directory / name).mkdir()
+                self._parts.append(shared_storage.Target(SharedStorageConnector, {}, directory / name))
+            children = [
+                {"connector": "shared_storage", "name": part.directory.name, "options": dict(part.options)}
+                for part in self._parts
+            ]
+            options = {"children": children, **options}
+            self.blocks = StoredTwice([part.blocks for part in self._parts if part.blocks is not None])
+        super().__init__(connector, options, directory)
 
     @property
     def features(self) -> ConnectorFeatures:
         """Both children are stores, so the composition is one."""
-        return ConnectorFeatures(can_save=True, can_load=True, is_store=self._has_stores_only)
+        return ConnectorFeatures(can_save=True, can_load=True, is_store=bool(self._parts))
+
+    @contextlib.contextmanager
+    def outage(self) -> Iterator[None]:
+        """Both directories are gone, and back as they were afterwards."""
+        with contextlib.ExitStack() as stack:
+            for part in self._get_own():
+                stack.enter_context(part.outage())
+            yield
+
+    @contextlib.contextmanager
+    def full_medium(self) -> Iterator[None]:
+        """Both directories are full."""
+        with contextlib.ExitStack() as stack:
+            for part in self._get_own():
+                stack.enter_context(part.full_medium())
+            yield
+
+    def held_loads(self) -> AbstractContextManager[None]:
+        """Files that are there are not read before the end."""
+        return self._get_own()[0].held_loads()
+
+    def _get_own(self) -> list[shared_storage.Target]:
+        if not self._parts:
+            raise NotOfferedError("the children that option children names are not ours to break")
+        return self._parts

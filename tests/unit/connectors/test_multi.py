@@ -85,12 +85,23 @@ def fetch(engine: EngineHarness, name: str, params: KVTransferParams | None) -> 
     return engine.received[name]
 
 
+def save(engine: EngineHarness, name: str = "p") -> KVTransferParams | None:
+    """A hand-off that nobody waits for; it ends with the children's writes."""
+    decision = engine.prefill(name, PROMPT)
+    assert not decision.expects_sent
+    engine.step()
+    engine.step_until(lambda: name not in engine.worker._sends)
+    return decision.kv_transfer_params
+
+
 # --- stores ----------------------------------------------------------------------------------------------------
 
 
 def test_every_child_saves_and_the_first_with_tokens_is_read(make_engine, memory, files: Path) -> None:
     prefill = make_engine("prefill", "memory", "files")
-    assert prefill.send("p", PROMPT)
+    assert save(prefill) is not None
+    assert prefill.sent == {}
+    assert prefill.num_used_blocks == 0
     assert len(memory) == len(list(files.glob("?/?/*"))) == 5
     assert prefill.stats.num_blocks_saved == 10
     decode = make_engine("decode", "memory", "files")
@@ -104,7 +115,7 @@ def test_every_child_saves_and_the_first_with_tokens_is_read(make_engine, memory
 
 
 def test_who_has_most_is_read_and_the_first_of_equals(make_engine, memory, files: Path) -> None:
-    make_engine("prefill", "memory", "files").send("p", PROMPT)
+    save(make_engine("prefill", "memory", "files"))
     digests = list(memory)
     decode = make_engine("decode", "memory", "files")
     for index in (4, 2):
@@ -120,15 +131,16 @@ def test_who_has_most_is_read_and_the_first_of_equals(make_engine, memory, files
 def test_one_childs_failure_is_not_the_others(make_engine, memory, files: Path) -> None:
     prefill, decode = make_engine("prefill", "files", "memory"), make_engine("decode", "files", "memory")
     shutil.rmtree(files)
-    assert prefill.send("p", PROMPT)
+    assert save(prefill) is not None
     assert prefill.stats.failures == {"missing": 5}
     assert fetch(decode, "d", None) == len(PROMPT)
 
 
-def test_when_all_fail_it_is_a_failure(make_engine, files: Path) -> None:
+def test_stores_that_announce_are_waited_for_and_fail_when_all_do(make_engine, files: Path) -> None:
     prefill = make_engine("prefill", "files")
+    assert prefill.send("p", PROMPT)
     shutil.rmtree(files)
-    assert not prefill.send("p", PROMPT)
+    assert not prefill.send("q", [7, *PROMPT])
 
 
 # --- a direct child and a store --------------------------------------------------------------------------------
