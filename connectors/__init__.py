@@ -7,6 +7,7 @@ if not __name__.startswith("pdserve."):
     raise ImportError(f"import pdserve.connectors, not the bare name {__name__}")
 
 from pdserve.connectors.base import (
+    CancelsSends,
     ConnectorContext,
     ConnectorFeatures,
     ConnectorMetadata,
@@ -30,6 +31,7 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "BlockHasher",
     "BlockKey",
+    "CancelsSends",
     "ConfigError",
     "ConnectorContext",
     "ConnectorError",

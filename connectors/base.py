@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from pdserve.kv_layout import BlockKey, KVCacheSpec, ModelIdentity
 from pdserve.protocol import KVTransferParams, Role
@@ -43,12 +43,14 @@ class ConnectorFeatures:
         can_load: it loads KV.
         is_store: blocks are addressed by key and outlive the producer.
         layerwise: it wants `save_kv_layer` and `wait_for_layer_load`.
+        cancels_sends: its scheduler half is a `CancelsSends`.
     """
 
     can_save: bool = False
     can_load: bool = False
     is_store: bool = False
     layerwise: bool = False
+    cancels_sends: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +275,20 @@ class KVConnectorScheduler(Protocol):
 
     def close(self) -> None:
         """Release everything; idempotent."""
+        ...
+
+
+@runtime_checkable
+class CancelsSends(Protocol):
+    """A scheduler half that gives held blocks up when it hears that no consumer will come for them."""
+
+    def cancel_send(self, request_id: str) -> None:
+        """The request was handed over, and whoever was to take it over has gone: do not wait for the lease's end.
+
+        Called by: the scheduler, when the router gives up a request that has ended here with its blocks held; at
+        most once for each, and before its sending is reported. The report comes all the same. Unknown ids, and
+        those whose sending has ended meanwhile, are ignored.
+        """
         ...
 
 

@@ -41,7 +41,7 @@ if importlib.util.find_spec("nixl") is None:
 class NixlConnector:
     """Builds the two halves."""
 
-    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True)
+    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True, cancels_sends=True)
 
     @classmethod
     def build_scheduler(cls, context: ConnectorContext) -> NixlScheduler:

@@ -137,6 +137,10 @@ class NixlScheduler:
         params = build_params(self._endpoint, offer, lease_s=self._lease_s, num_bytes=num_bytes)
         return FinishDecision(hold_blocks=True, kv_transfer_params=params)
 
+    def cancel_send(self, request_id: str) -> None:
+        """Nobody will come for the request's blocks: the worker half ends its lease in the next step."""
+        self._cancelled_offers.append(request_id)
+
     def close(self) -> None:
         """Nothing is held here."""
 

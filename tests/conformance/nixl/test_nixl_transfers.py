@@ -136,6 +136,19 @@ def test_a_slow_reader_keeps_its_lease_and_a_silent_one_loses_it(make_engine, fe
     assert prefill.stats.failures["expired"] == 1
 
 
+def test_a_cancelled_hand_off_frees_its_blocks_long_before_the_lease_ends(make_engine, fetch) -> None:
+    prefill, decode = make_engine("prefill", lease_s=600.0), make_engine("decode")
+    params = prefill.prefill("p", PROMPT).kv_transfer_params
+    prefill.step()
+    prefill.scheduler.cancel_send("p")
+    prefill.scheduler.cancel_send("unknown")
+    prefill.step_until(lambda: "p" in prefill.sent)
+    prefill.scheduler.cancel_send("p")
+    prefill.step()
+    assert (prefill.num_used_blocks, prefill.sent) == (0, {"p": False})
+    assert fetch(decode, "d", PROMPT, params, beside=[prefill]) == 0
+
+
 def test_an_idle_engine_costs_nothing(make_engine, fetch) -> None:
     prefill, decode = make_engine("prefill"), make_engine("decode")
     fetch(decode, "d", PROMPT, prefill.prefill("p", PROMPT).kv_transfer_params, beside=[prefill])

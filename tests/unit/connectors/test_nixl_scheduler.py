@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("nixl")
 
-from pdserve.connectors.base import ConnectorOutput, FinishDecision, KVRequest, MatchResult, StepPlan
+from pdserve.connectors.base import CancelsSends, ConnectorOutput, FinishDecision, KVRequest, MatchResult, StepPlan
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.connectors.nixl.messages import Endpoint, StepMetadata, read_params
 from pdserve.connectors.nixl.scheduler import NixlScheduler
@@ -185,3 +185,13 @@ def test_nothing_is_kept_of_requests_that_have_ended(consumer: NixlScheduler, pa
         consumer.request_finished(request, [20, 21, 22, 23], 0, handoff=False)
         consumer.build_connector_metadata(IDLE)
     assert (consumer._redeemed, consumer._loading) == (set(), set())
+
+
+def test_a_send_that_is_cancelled_goes_to_the_workers_once(producer: NixlScheduler) -> None:
+    assert NixlConnector.features.cancels_sends
+    assert isinstance(producer, CancelsSends)
+    producer.request_finished(make_request(), [9, 8, 7, 6], len(PROMPT), handoff=True)
+    producer.cancel_send("r")
+    metadata = producer.build_connector_metadata(IDLE)
+    assert ([offer.request_id for offer in metadata.offers], metadata.cancelled_offers) == (["r"], ["r"])
+    assert producer.build_connector_metadata(IDLE).is_empty
