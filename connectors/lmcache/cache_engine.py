@@ -6,6 +6,8 @@ would call itself: its own `store` tells nobody what became of a write, and a pr
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import threading
 import time
 from collections.abc import Sequence
@@ -24,6 +26,7 @@ from pdserve.kv_layout import BlockKey
 
 _MAX_DISK_WRITES = 32
 _STATISTICS_LIFE_S = 10.0
+_DISCONNECT_TIMEOUT_S = 2.0
 
 
 class CacheEngine:
@@ -92,15 +95,21 @@ class CacheEngine:
 
     def close(self) -> None:
         """Close all tiers and end LMCache's threads. May hang."""
-        connection = self._remote.connection
-        executor = None if connection is None else getattr(connection.getWrappedConnector(), "pq_executor", None)
-        if executor is not None:
-            # The Redis back-end awaits this method on the very loop that the method waits for.
-            executor.shutdown = lambda wait=True: executor.shutdown_async(wait=False)
+        if self._remote.connection is not None:
+            self._disconnect_redis(self._remote.connection.getWrappedConnector())
         self._engine.close()
         manager = self._engine.storage_manager
         if not manager.thread.is_alive():
             manager.loop.close()
+
+    def _disconnect_redis(self, connector: Any) -> None:
+        executor = getattr(connector, "pq_executor", None)
+        if executor is None:
+            return  # it is about files
+        # The back-end awaits this method on the very loop that the method waits for.
+        executor.shutdown = lambda wait=True: executor.shutdown_async(wait=False)
+        closing = asyncio.run_coroutine_threadsafe(connector.pool.disconnect(), self._engine.storage_manager.loop)
+        concurrent.futures.wait([closing], timeout=_DISCONNECT_TIMEOUT_S)
 
     def _allocate(self) -> Any:
         metadata = self._engine.metadata

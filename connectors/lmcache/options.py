@@ -120,7 +120,7 @@ def _parse_url(raw: Any) -> Remote:
     is_redis = parts.scheme == "redis" and parts.hostname
     is_socket = parts.scheme == "unix" and parts.path and not parts.netloc
     if (is_redis or is_socket) and not parts.query:
-        return Remote("redis", parts.geturl())
+        return Remote("redis", raw)
     raise ValueError(f"give {_URL_FORMS}")
 
 

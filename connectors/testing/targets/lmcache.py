@@ -39,7 +39,10 @@ class StoredFiles:
 
     def write(self, key: BlockKey, data: bytes) -> None:
         """Overwrite the file, which is there."""
-        self._get(key).write_bytes(data)
+        path = self._get(key)
+        if len(data) > path.stat().st_size:
+            raise NotOfferedError("LMCache reads as much as a value has, so what lies behind it is no part of it")
+        path.write_bytes(data)
 
     def delete(self, key: BlockKey) -> None:
         """Remove the file."""

@@ -1,0 +1,244 @@
+"""LMCache over files, for real: tiers, damage, a store that hangs, a store that is gone, and what is left behind."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lmcache.v1.cache_engine", reason="lmcache is not installed here: make test-lmcache runs these")
+
+from lmcache.observability import LMCStatsMonitor
+from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
+
+from pdserve.connectors.lmcache import LMCacheConnector, cache_engine
+from pdserve.connectors.testing import EngineHarness, build_context
+from pdserve.connectors.testing.kv_content import TINY_SPEC
+from pdserve.errors import ConfigError
+from pdserve.kv_layout import BlockHasher
+from pdserve.protocol import Role
+
+S = TINY_SPEC.block_size
+PROMPT = list(range(100, 100 + 4 * S + 1))  # four whole blocks and one token
+
+
+def find_file(engine: EngineHarness, store: Path, index: int) -> Path:
+    key = BlockHasher(engine.context.identity.fingerprint).block_keys(PROMPT, S)[index]
+    (path,) = store.glob(f"*@{int(key.hex, 16):x}@uint8.data")
+    return path
+
+
+@pytest.mark.parametrize("length", [1, S - 1, S, S + 1, 2 * S, 40 * S + 3])
+def test_a_whole_prompt_travels(make_engine: Any, length: int) -> None:
+    prompt = list(range(length))
+    assert make_engine("prefill").send("p", prompt)
+    decode = make_engine("decode")
+    assert decode.load("d", prompt) == length
+    decode.finish("d")
+    assert decode.num_used_blocks == 0
+    assert (decode.stats.num_blocks_loaded, decode.stats.failures) == (TINY_SPEC.num_blocks_for(length), {})
+
+
+def test_two_models_in_one_store_never_meet(make_engine: Any) -> None:
+    make_engine("prefill").send("p", PROMPT)
+    other = make_engine("decode", weights="other")
+    other.submit("d", PROMPT)
+    assert other.lookup("d").num_tokens == 0
+
+
+def test_what_is_stored_is_not_written_again(make_engine: Any, store: Path) -> None:
+    prefill = make_engine("prefill")
+    prefill.send("p", PROMPT)
+    times = {path: path.stat().st_mtime_ns for path in store.glob("*.data")}
+    assert len(times) == 5
+    prefill.send("q", PROMPT)
+    assert {path: path.stat().st_mtime_ns for path in store.glob("*.data")} == times
+    assert prefill.stats.num_blocks_saved == 5
+
+
+class TestTiers:
+    def test_the_cpu_tier_serves_what_the_shared_one_lost(self, make_engine: Any, store: Path) -> None:
+        make_engine("prefill").send("p", PROMPT)
+        decode = make_engine("decode", cpu_cache=True)
+        assert decode.load("first", PROMPT) == len(PROMPT)
+        decode.submit("second", PROMPT)
+        promised = decode.lookup("second").num_tokens
+        for path in store.glob("*.data"):
+            path.unlink()
+        decode.admit("second", promised)
+        decode.step_until(lambda: "second" in decode.received)
+        assert decode.received["second"] == len(PROMPT)
+        assert decode.stats.failures == {}
+
+    def test_the_cpu_tier_promises_nothing(self, make_engine: Any, store: Path) -> None:
+        prefill = make_engine("prefill", cpu_cache=True)
+        prefill.send("p", PROMPT)
+        find_file(prefill, store, 2).unlink()
+        prefill.submit("q", PROMPT)
+        assert prefill.lookup("q").num_tokens == 2 * S
+
+    def test_the_local_disk_tier_serves_too_and_is_removed(self, make_engine: Any, store: Path, tmp_path: Path) -> None:
+        prefill = make_engine("prefill", local_disk_path=str(tmp_path / "tier"))
+        prefill.send("p", PROMPT)
+        prefill.step_until(lambda: len(list((tmp_path / "tier").glob("*/*.pt"))) == 5)
+        prefill.submit("q", PROMPT)
+        promised = prefill.lookup("q").num_tokens
+        for path in store.glob("*.data"):
+            path.unlink()
+        prefill.admit("q", promised)
+        prefill.step_until(lambda: "q" in prefill.received)
+        assert prefill.received["q"] == len(PROMPT)
+        prefill.close()
+        assert list((tmp_path / "tier").iterdir()) == []
+
+    def test_a_damaged_file_of_the_local_disk_tier_is_refused(
+        self, make_engine: Any, store: Path, tmp_path: Path
+    ) -> None:
+        prefill = make_engine("prefill", local_disk_path=str(tmp_path / "tier"))
+        prefill.send("p", PROMPT)
+        prefill.step_until(lambda: len(list((tmp_path / "tier").glob("*/*.pt"))) == 5)
+        for path in (tmp_path / "tier").glob("*/*.pt"):
+            path.write_bytes(bytes(path.stat().st_size))
+        assert prefill.load("q", PROMPT) == 0
+        assert prefill.stats.failures == {"corrupt": 1}
+
+    def test_a_cpu_tier_that_is_full_evicts(self, make_engine: Any) -> None:
+        prompt = list(range(40 * S))
+        make_engine("prefill", max_cpu_bytes=32 * 4096, cpu_cache=True).send("p", prompt)
+        decode = make_engine("decode", max_cpu_bytes=32 * 4096, cpu_cache=True)
+        assert decode.load("d", prompt) == len(prompt)
+        decode.finish("d")
+        assert decode.load("again", prompt) == len(prompt)
+
+
+class TestDamage:
+    @pytest.mark.parametrize(
+        ("kind", "damage"),
+        [
+            ("missing", lambda data: data[:-1]),
+            ("missing", lambda data: b""),
+            ("corrupt", lambda data: bytes([data[0] ^ 1]) + data[1:]),
+            ("corrupt", lambda data: data[:-1] + bytes([data[-1] ^ 0x80])),
+            ("corrupt", lambda data: bytes(len(data))),
+        ],
+        ids=["cut", "emptied", "first bit", "last bit", "zeros"],
+    )
+    def test_it_is_a_miss_and_the_next_prefill_heals_it(
+        self, make_engine: Any, store: Path, kind: str, damage: Any
+    ) -> None:
+        prefill = make_engine("prefill")
+        prefill.send("p", PROMPT)
+        path = find_file(prefill, store, 2)
+        path.write_bytes(damage(path.read_bytes()))
+        decode = make_engine("decode")
+        assert decode.load("d", PROMPT) == 2 * S
+        assert decode.stats.failures == {kind: 1}
+        assert not path.exists()
+        prefill.send("q", PROMPT)
+        assert decode.load("e", PROMPT) == len(PROMPT)
+
+    def test_another_blocks_file_is_foreign(self, make_engine: Any, store: Path) -> None:
+        prefill = make_engine("prefill")
+        prefill.send("p", PROMPT)
+        shutil.copy(find_file(prefill, store, 1), find_file(prefill, store, 2))
+        decode = make_engine("decode")
+        assert decode.load("d", PROMPT) == 2 * S
+        assert decode.stats.failures == {"foreign": 1}
+
+
+class TestTrouble:
+    def test_a_store_that_hangs_costs_a_bounded_time(self, make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_engine("prefill").send("p", PROMPT)
+        decode = make_engine("decode", timeout_s=0.2)
+        decode.submit("d", PROMPT)
+        promised = decode.lookup("d").num_tokens
+        gate, has_returned = threading.Event(), threading.Event()
+        retrieve = cache_engine.CacheEngine.retrieve
+
+        def hang(*args: Any) -> None:
+            gate.wait()
+            retrieve(*args)
+            has_returned.set()
+
+        monkeypatch.setattr(cache_engine.CacheEngine, "retrieve", hang)
+        decode.admit("d", promised)
+        decode.step_until(lambda: "d" in decode.received)
+        assert decode.received["d"] == 0
+        assert decode.stats.failures == {"timeout": 1}
+        # The blocks are others' now; the harness watches them, and the late call must not write there.
+        decode.finish("d")
+        gate.set()
+        assert has_returned.wait(10)
+        decode.memory.check_free_blocks()
+
+    def test_a_write_that_hangs_is_a_failure_and_the_next_ones_go(
+        self, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gate = threading.Event()
+        put = FSConnector.put
+
+        async def put_slowly(self: FSConnector, key: Any, memory_obj: Any) -> None:
+            await self.loop.run_in_executor(None, gate.wait)
+            await put(self, key, memory_obj)
+
+        monkeypatch.setattr(FSConnector, "put", put_slowly)
+        prefill = make_engine("prefill", timeout_s=0.2)
+        assert not prefill.send("p", PROMPT)
+        assert prefill.stats.failures == {"timeout": 5}
+        gate.set()
+        prefill.step_until(lambda: prefill.send("q", PROMPT))
+
+    def test_a_directory_that_is_gone_is_a_counted_failure(self, make_engine: Any, store: Path) -> None:
+        prefill = make_engine("prefill")
+        prefill.send("p", PROMPT)
+        away = store.rename(store.with_name("away"))
+        assert not prefill.send("q", list(range(3 * S)))
+        assert sum(prefill.stats.failures.values()) == 3
+        away.rename(store)
+        prefill.step_until(lambda: prefill.send("r", list(range(3 * S))))
+
+    def test_a_directory_that_cannot_be_used_is_said_at_start(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        context = build_context(Role.PREFILL, {"url": f"fs://{tmp_path}/file"})
+        for build in (LMCacheConnector.build_scheduler, LMCacheConnector.build_worker):
+            with pytest.raises(ConfigError, match="cannot use directory"):
+                build(context)
+
+
+class TestManners:
+    def test_opening_changes_nothing_of_the_process(self, make_engine: Any) -> None:
+        before = multiprocessing.get_start_method(allow_none=True)
+        make_engine()
+        assert multiprocessing.get_start_method(allow_none=True) == before
+        assert gc.isenabled()
+
+    def test_no_thread_of_lmcaches_keeps_the_process(self, make_engine: Any) -> None:
+        engine = make_engine()
+        engine.send("p", PROMPT)
+        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        assert [thread.name for thread in others if not thread.daemon] == []
+
+    def test_closing_ends_the_threads_and_leaves_the_blocks_alone(self, make_engine: Any, store: Path) -> None:
+        before = threading.active_count()
+        engine = make_engine()
+        engine.send("p", PROMPT)
+        engine.close()
+        engine.close()
+        # LMCache's watch over pinned memory, one for the process, stays.
+        assert threading.active_count() <= before + 1
+        assert [path.suffix for path in store.iterdir()] == [".data"] * 5
+
+    def test_lmcaches_statistics_do_not_pile_up(self, make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cache_engine, "_STATISTICS_LIFE_S", 0.0)
+        prefill, decode = make_engine("prefill"), make_engine("decode")
+        for i in range(20):
+            prompt = list(range(i, i + 2 * S))
+            prefill.send(f"p{i}", prompt)
+            assert decode.load(f"d{i}", prompt) == 2 * S
+        monitor = LMCStatsMonitor.GetOrCreate()
+        assert len(monitor.lookup_requests) + len(monitor.retrieve_requests) <= 4
