@@ -90,7 +90,11 @@ def test_all_public_names_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["pdserve.connectors", "pdserve.connectors.null", "pdserve.connectors.shared_storage"]
+    "module",
+    [
+        "pdserve.connectors",
+        *(f"pdserve.connectors.{name}" for name in ("null", "shared_storage", "memory", "redis", "multi")),
+    ],
 )
 def test_importing_loads_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
