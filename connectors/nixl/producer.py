@@ -23,6 +23,8 @@ _PATIENCE_S = 2.0
 """How long a message about a transfer may wait for the step that announces it to this half."""
 _ATTENTION_S = 2.0
 """After each message the agent is kept going: NIXL's first connection, and reads over a network, need both ends."""
+_READ_INTERVAL_S = 0.0001
+_CONNECT_INTERVAL_S = 0.001
 _MAX_EARLY_MESSAGES = 4096
 _NEVER_OFFERED = "no such transfer was offered"
 
@@ -112,9 +114,16 @@ class Producer:
     # --- time ------------------------------------------------------------------------------------------------
 
     @property
-    def wants_progress(self) -> bool:
-        """Whether a consumer may be connecting or reading now, perhaps something that it is just being refused."""
-        return self._leases.is_read or self._clock() < self._attentive_until
+    def progress_interval_s(self) -> float | None:
+        """How often the agent must be kept going; None = not at all.
+
+        Often while a consumer reads, for over a network it is this side that sends; now and then while one may be
+        connecting, or reading something that it is just being refused, or has been silent for a while.
+        """
+        is_attentive = self._clock() < self._attentive_until
+        if self._leases.is_read and is_attentive:
+            return _READ_INTERVAL_S
+        return _CONNECT_INTERVAL_S if self._leases.is_read or is_attentive else None
 
     @property
     def next_due(self) -> float | None:

@@ -32,7 +32,7 @@ from pdserve.connectors.nixl.wake_up import WakeUp
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 1.0
-_PROGRESS_INTERVAL_S = 0.001
+_POLL_UNIT_S = 0.001
 _BACKGROUND_READ_PAUSE_S = 20e-6
 _CHECKSUM_JOIN_S = 1.0
 
@@ -106,14 +106,12 @@ class TransferThread:
     def _turn(self) -> None:
         """One round. An error that nobody foresaw costs the loads under way, not the ones to come."""
         try:
-            self._sockets.poller.poll(math.ceil(self._get_wait_s() * 1000))
+            self._wait(self._get_wait_s())
             self._wake_up.run_all()
             if self._side is not None:
                 self._serve(self._side)
             self._channels.receive_into(self._consumer)
             self._consumer.advance()
-            if self._consumer.is_waiting_for_read:
-                time.sleep(_BACKGROUND_READ_PAUSE_S)
         except Exception:
             logger.exception("KV transfers failed in an unforeseen way; those under way are given up")
             self._report.count_failure("internal")
@@ -126,22 +124,28 @@ class TransferThread:
             else:
                 side.producer.receive(reader, message)
         side.producer.advance()
-        if side.producer.wants_progress:
+        if side.producer.progress_interval_s is not None:
             self._agent.progress()
 
+    def _wait(self, wait_s: float) -> None:
+        """Until a message comes or the time is up; ZMQ counts whole milliseconds."""
+        if wait_s < _POLL_UNIT_S:
+            time.sleep(wait_s)
+            wait_s = 0.0
+        self._sockets.poller.poll(math.ceil(wait_s / _POLL_UNIT_S))
+
     def _get_wait_s(self) -> float:
-        """Until something is due; a consumer's first connection and its reads over a network need our progress."""
+        """Until something is due."""
         if self._consumer.wants_to_run:
-            return 0.0
-        due = self._consumer.next_due
-        wait_s = _LONGEST_WAIT_S if due is None else due - self._clock()
+            return _BACKGROUND_READ_PAUSE_S if self._consumer.is_waiting_for_read else 0.0
+        wait_s = _LONGEST_WAIT_S
+        dues = [self._consumer.next_due]
         if self._side is not None:
-            due = self._side.producer.next_due
-            if due is not None:
-                wait_s = min(wait_s, due - self._clock())
-            if self._side.producer.wants_progress:
-                wait_s = min(wait_s, _PROGRESS_INTERVAL_S)
-        return min(max(wait_s, 0.0), _LONGEST_WAIT_S)
+            dues.append(self._side.producer.next_due)
+            wait_s = self._side.producer.progress_interval_s or wait_s
+        now = self._clock()
+        waits_s = [due - now for due in dues if due is not None]
+        return max(min([wait_s, *waits_s]), 0.0)
 
     def _clean_up(self) -> None:
         self._wake_up.close()

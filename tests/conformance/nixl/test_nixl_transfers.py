@@ -152,7 +152,7 @@ def test_a_cancelled_hand_off_frees_its_blocks_long_before_the_lease_ends(make_e
 def test_an_idle_engine_costs_nothing(make_engine, fetch) -> None:
     prefill, decode = make_engine("prefill"), make_engine("decode")
     fetch(decode, "d", PROMPT, prefill.prefill("p", PROMPT).kv_transfer_params, beside=[prefill])
-    prefill.step_until(lambda: not prefill.worker._producer.wants_progress)
+    prefill.step_until(lambda: prefill.worker._producer.progress_interval_s is None)
     began, began_cpu = time.monotonic(), time.process_time()
     threading.Event().wait(1.0)
     share = (time.process_time() - began_cpu) / (time.monotonic() - began)

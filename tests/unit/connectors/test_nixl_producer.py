@@ -224,18 +224,22 @@ def test_a_consumer_of_another_model_is_told_what_differs(desk: Desk) -> None:
 
 
 def test_the_agent_is_kept_going_while_somebody_may_need_it(desk: Desk) -> None:
+    intervals = []
     offer = desk.offer()
-    assert not desk.producer.wants_progress
-    desk.say(wire.Hello(IDENTITY))
-    assert desk.producer.wants_progress
-    desk.now = 3.0
-    assert not desk.producer.wants_progress
-    desk.say(wire.Open(offer.transfer_id, b"prompt"))
-    desk.now = 9.0
-    assert desk.producer.wants_progress
-    desk.now = 13.0
-    desk.producer.advance()
-    assert not desk.producer.wants_progress
+    for seconds, message in (
+        (0.0, None),
+        (0.0, wire.Hello(IDENTITY)),
+        (3.0, None),
+        (0.0, wire.Open(offer.transfer_id, b"prompt")),
+        (3.0, None),
+        (LEASE_S, None),
+    ):
+        desk.now += seconds
+        if message is not None:
+            desk.say(message)
+        desk.producer.advance()
+        intervals.append(desk.producer.progress_interval_s)
+    assert intervals == [None, 0.001, None, 0.0001, 0.001, None]
 
 
 def test_reports_come_once_and_only_when_due(desk: Desk) -> None:
