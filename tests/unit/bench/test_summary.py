@@ -19,7 +19,7 @@ def sample(
         num_prompt_tokens=10,
         num_output_tokens=len(events) if tokens is None else tokens,
         has_usage=True,
-        failure=None if failure is None else Failure(failure, f"because of {failure}"),
+        failure=None if failure is None else Failure(failure, f"{failure} of {index}"),
     )
 
 
@@ -76,7 +76,7 @@ def test_lost_requests_are_named_and_take_no_part() -> None:
     summary = summarise(samples, Objective(e2e_s=10.0))
     assert (summary.num_ok, summary.num_lost) == (1, 3)
     assert [(lost.kind, lost.count) for lost in summary.lost] == [("http_503", 2), ("cut_short", 1)]
-    assert summary.lost[0].example == "because of http_503"
+    assert summary.lost[0].example == "http_503 of 2"
     assert summary.num_output_tokens == 2
     assert summary.ttft_s is not None
     assert summary.ttft_s.count == 1

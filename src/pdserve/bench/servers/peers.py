@@ -66,6 +66,7 @@ def plan_vllm(venv: str, settings: PeerSettings) -> ServerPlan:
         url=f"http://{_LOOPBACK}:{port}",
         environment={
             **_OFFLINE,
+            "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_CPU_KVCACHE_SPACE": str(_KV_CACHE_GB),
             # Left alone it binds itself to one core.
             "VLLM_CPU_OMP_THREADS_BIND": cores,
