@@ -1,6 +1,8 @@
-"""What the composition's scheduler half tells its worker halves each step."""
+"""What the composition's two halves say to each other: downwards each step, upwards what children say."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -26,6 +28,13 @@ class OwedSend(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     children: tuple[int, ...]
     is_awaited: bool
+
+
+class ChildMessage(msgspec.Struct, frozen=True, array_like=True):
+    """What one child's worker half says to its scheduler half."""
+
+    child: int
+    message: Any
 
 
 class MultiMetadata(msgspec.Struct, frozen=True):

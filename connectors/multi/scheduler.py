@@ -20,7 +20,7 @@ from pdserve.connectors.base import (
 )
 from pdserve.connectors.blocks.failures import WarningLimiter
 from pdserve.connectors.multi.children import Child
-from pdserve.connectors.multi.messages import MultiMetadata, OwedSend, OwnedLoad
+from pdserve.connectors.multi.messages import ChildMessage, MultiMetadata, OwedSend, OwnedLoad
 from pdserve.connectors.multi.params import compose_params, view_for
 from pdserve.errors import ConnectorError
 
@@ -179,6 +179,9 @@ class MultiScheduler:
             invalid_block_ids=set(output.invalid_block_ids),
             received_bytes=_keep(output.received_bytes, set(filter(is_loaded, output.received_bytes))),
             sent_bytes=_keep(output.sent_bytes, set(filter(is_sent, output.sent_bytes))),
+            messages=[
+                said.message for said in output.messages if isinstance(said, ChildMessage) and said.child == index
+            ],
         )
 
 

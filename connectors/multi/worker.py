@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.connectors.base import ConnectorOutput, KVConnectorWorker
-from pdserve.connectors.multi.messages import MultiMetadata, OwedSend
+from pdserve.connectors.multi.messages import ChildMessage, MultiMetadata, OwedSend
 from pdserve.kv_layout import KVCacheSpec
 
 
@@ -107,6 +107,7 @@ class MultiWorker:
     def _take(self, index: int, report: ConnectorOutput, joint: ConnectorOutput) -> None:
         joint.stats.add(report.stats)
         joint.invalid_block_ids |= report.invalid_block_ids
+        joint.messages += [ChildMessage(index, message) for message in report.messages]
         for request_id in report.finished_sending | report.failed_sending:
             self._take_sent(index, request_id, report, joint)
         for request_id in (*report.finished_receiving, *report.failed_receiving):
