@@ -82,7 +82,7 @@ class RedisOptions(TransferOptions):
     prefix: str = "pdserve"
     ttl_s: int = 3600
     timeout_s: float = 2.0
-    lookup_timeout_s: float = 0.25
+    lookup_timeout_s: float = 0.5
     max_batch_bytes: int = 4 << 20
     save_timeout_s: float = 0.5
     load_timeout_s: float = 10.0

@@ -76,6 +76,8 @@ def make_engine(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
         context_parts = {name: options.pop(name) for name in ("spec", "weights") if name in options}
         if "url" not in options:
             options["url"] = request.getfixturevalue("server").url
+        # Machines that run tests are busy; what waits for a deadline sets one of its own.
+        options = {"timeout_s": 10.0, "lookup_timeout_s": 10.0, **options}
         context = build_context(Role(role), options, engine_id=f"engine-{len(engines)}", **context_parts)
         engines.append(EngineHarness(RedisConnector, context, num_blocks=num_blocks))
         return engines[-1]

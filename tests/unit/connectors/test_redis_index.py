@@ -71,7 +71,9 @@ class World:
         context = build_context(Role.DECODE, {})
         self.server = ScriptedServer()
         self.clock = Clock()
-        self.index = RedisIndex(self.server, context, parse_options(context), self.clock)
+        self.index = RedisIndex(
+            self.server, context, parse_options(build_context(Role.DECODE, {"lookup_timeout_s": 0.25})), self.clock
+        )
 
     def request(self, name: str, num_blocks: int) -> KVRequest:
         return KVRequest(name, num_blocks * 4, tuple(BlockKey(bytes([i] * 16), 4) for i in range(num_blocks)))
