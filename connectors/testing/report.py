@@ -30,9 +30,8 @@ class RuleVerdict:
 
 
 def judge_rules(results: Sequence[CheckResult]) -> list[RuleVerdict]:
-    """A verdict for each rule that results speak of, in the rules' order."""
-    tested = {result.check.rule for result in results} | {result.broken_rule for result in results}
-    return [_judge_rule(rule, results) for rule in RULES if rule.id in tested]
+    """A verdict for each rule, in the rules' order."""
+    return [_judge_rule(rule, results) for rule in RULES]
 
 
 def has_failed(verdicts: Iterable[RuleVerdict]) -> bool:
@@ -93,6 +92,8 @@ def _judge_rule(rule: Rule, results: Sequence[CheckResult]) -> RuleVerdict:
     mine = [result for result in results if result.check.rule == rule.id]
     num_passed = sum(result.verdict is Verdict.PASS for result in mine)
     broken = [result for result in results if result.broken_rule == rule.id]
+    if not mine and not broken:
+        return RuleVerdict(rule, Verdict.NOT_TESTED, 0, ())
     if broken:
         reasons = [f"{result.check.id}: {result.reason}" for result in broken]
         return RuleVerdict(rule, Verdict.FAIL, num_passed, _unique(reasons))

@@ -27,6 +27,8 @@ class Verdict(enum.StrEnum):
     """The connector does something that it does not declare."""
     NOT_OFFERED = "not offered"
     """The target has no way to do what the check needs."""
+    NOT_TESTED = "not tested"
+    """No check of the rule was among those that ran."""
     STOPPED = "stopped"
     """A breach of another rule came in between."""
 

@@ -65,7 +65,8 @@ def test_an_honest_connector_passes_in_any_order_and_between_engines(
     connector: type[KVConnector], tmp_path: Path
 ) -> None:
     verdicts = judge(connector, tmp_path, [*ANY_ORDER, *TWO_ENGINES])
-    assert [(v.rule.id, v.verdict) for v in verdicts] == [("R2", Verdict.PASS), ("R9", Verdict.PASS)]
+    tested = {v.rule.id: v.verdict for v in verdicts if v.verdict is not Verdict.NOT_TESTED}
+    assert tested == {"R2": Verdict.PASS, "R9": Verdict.PASS}
 
 
 @pytest.mark.parametrize("connector", [HonestStore, HonestDirect])
