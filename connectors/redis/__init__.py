@@ -7,7 +7,7 @@ is what a server adds:
     server.py       connections by key, exchanges of many commands, back to life after failures
     channel.py      one connection during an exchange: commands out, replies in, before a deadline
     redis_store.py  reads and writes
-    index.py        lookups beside the scheduler's thread
+    lookup.py       what the server holds, for `AskedIndex`
 
 A server that is slow, full, restarting or gone costs a bounded wait and then nothing: prompts are computed. What is
 tried again is tried by itself.
@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pdserve.connectors.base import ConnectorContext, ConnectorFeatures
+from pdserve.connectors.blocks.asked_index import AskedIndex
 from pdserve.connectors.blocks.scheduler import StoreScheduler
-from pdserve.connectors.redis.index import RedisIndex
+from pdserve.connectors.redis.lookup import RedisLookup
 from pdserve.connectors.redis.options import CONNECTOR_NAME, get_server_url, parse_options
 from pdserve.connectors.redis.server import RedisServer
 
@@ -48,7 +49,8 @@ class RedisConnector:
             ConfigError: an option is unknown or wrong.
         """
         options = parse_options(context)
-        index = RedisIndex(RedisServer(options, timeout_s=options.lookup_timeout_s), context, options)
+        lookup = RedisLookup(RedisServer(options, timeout_s=options.lookup_timeout_s), context, options)
+        index = AskedIndex(lookup, timeout_s=options.lookup_timeout_s)
         return StoreScheduler(CONNECTOR_NAME, context, index, saves=options.saves_as(context.role))
 
     @classmethod

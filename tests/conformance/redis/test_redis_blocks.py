@@ -180,7 +180,7 @@ def test_an_abort_during_a_load(make_engine) -> None:
         decode.finish(f"d{number}")
         decode.step_until(lambda: decode.is_idle)
     assert decode.num_used_blocks == 0
-    assert decode.scheduler._index._lookups == {}
+    assert decode.scheduler._index._questions == {}
 
 
 def test_a_request_that_ends_while_it_is_looked_up(make_engine) -> None:
@@ -188,4 +188,4 @@ def test_a_request_that_ends_while_it_is_looked_up(make_engine) -> None:
     request = decode.submit("d", PROMPT)
     assert decode.scheduler.get_num_new_matched_tokens(request, 0) == MatchResult(None)
     decode.finish("d")
-    assert decode.scheduler._index._lookups == {}
+    assert decode.scheduler._index._questions == {}
