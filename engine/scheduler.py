@@ -153,17 +153,18 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether some request could compute tokens.
-
-        Waiting ones that the last step could not start wait for a transfer's end, where there is one: until
-        then steps come by the transfers' pace.
-        """
-        return bool(self._running or (self._waiting and not (self._is_stalled and self._transfers.has_any)))
+        """Whether a step would probably compute tokens."""
+        return bool(self._running or (self._waiting and not self._is_stalled))
 
     @property
     def has_transfers(self) -> bool:
-        """Whether KV is on its way, in or out, or the runner is still to hear of an end."""
-        return self._transfers.has_any or self._runner_view.has_news
+        """Whether steps must go on, at an easy pace, though there may be nothing to compute.
+
+        KV is on its way in or out; the runner is still to hear of an end; or the last step could start none of
+        the waiting requests, because a connector asked for patience or memory is still held.
+        """
+        is_held_up = bool(self._waiting) and self._is_stalled
+        return self._transfers.has_any or self._runner_view.has_news or is_held_up
 
     def count_used_slots(self) -> int:
         """Token slots that hold KV of running or waiting requests, for the waste metric."""
@@ -384,6 +385,7 @@ class Scheduler:
         update = self._transfers.update(output)
         for request in update.loaded:
             bisect.insort(self._waiting, request, key=self._order)
+            self._is_stalled = False
         error = WireError(
             code="kv_transfer_failed",
             message="the prompt's KV could not be loaded, and kv_load_failure_policy is 'fail'",

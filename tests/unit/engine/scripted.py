@@ -148,7 +148,7 @@ class SchedulerHarness:
     def run_until_idle(self, max_steps: int = 1000) -> list[RequestOutput]:
         outputs = []
         for _ in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and not self.scheduler._waiting:
                 return outputs
             outputs += self.step()
         raise AssertionError("requests do not end")

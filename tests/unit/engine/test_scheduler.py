@@ -344,3 +344,29 @@ def test_tokens_from_outside_are_counted_as_asked_and_found() -> None:
     h.step()
     assert h.stats.external_queries._value.get() == 9
     assert h.stats.external_hits._value.get() == 9
+
+
+def test_requests_held_up_by_a_connector_do_not_make_the_engine_spin() -> None:
+    h = SchedulerHarness()
+    h.connector.matches["d"] = [MatchResult(None)] * 3 + [MatchResult(0)]
+    h.add("d", range(10, 19), max_tokens=1)
+    assert h.scheduler.has_work
+    h.step()
+    assert not h.scheduler.has_work
+    assert h.scheduler.has_transfers
+    h.add("x", [5], max_tokens=1)
+    assert h.scheduler.has_work
+    outputs = [output for _ in range(4) for output in h.step()]
+    assert {o.request_id for o in outputs if o.finish_reason} == {"d", "x"}
+    assert not h.scheduler.has_work
+
+
+def test_a_loaded_request_is_work_at_once() -> None:
+    h = SchedulerHarness()
+    h.connector.matches["d"] = [MatchResult(8, is_async=True)]
+    h.add("d", range(10, 19), output=[77])
+    h.step()
+    h.step()
+    assert not h.scheduler.has_work
+    h.step(ConnectorOutput(finished_receiving={"d"}))
+    assert h.scheduler.has_work
