@@ -71,7 +71,6 @@ def _open(
     config = LMCacheEngineConfig.from_defaults(
         chunk_size=1,
         blocking_timeout_secs=math.ceil(options.timeout_s),
-        py_enable_gc=True,
         remote_storage_plugins=[options.url.scheme],
         remote_serde="naive",
         extra_config=_build_extra_config(options, directories),

@@ -16,7 +16,13 @@ pytest.importorskip("lmcache.v1.cache_engine", reason="lmcache is not installed 
 from lmcache.observability import LMCStatsMonitor
 from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
 
+from pdserve.connectors.blocks.block_format import BlockFormat
+from pdserve.connectors.blocks.failures import Failure
 from pdserve.connectors.lmcache import LMCacheConnector, cache_engine
+from pdserve.connectors.lmcache.deadline_calls import DeadlineCalls
+from pdserve.connectors.lmcache.directories import EngineDirectories
+from pdserve.connectors.lmcache.opening import open_for_transfers
+from pdserve.connectors.lmcache.options import parse_options
 from pdserve.connectors.testing import EngineHarness, build_context
 from pdserve.connectors.testing.kv_content import TINY_SPEC
 from pdserve.errors import ConfigError
@@ -51,6 +57,32 @@ def test_two_models_in_one_store_never_meet(make_engine: Any) -> None:
     assert other.lookup("d").num_tokens == 0
 
 
+def test_names_in_the_store_carry_the_models_fingerprint(make_engine: Any, store: Path) -> None:
+    prefill = make_engine("prefill")
+    prefill.send("p", PROMPT)
+    fingerprint = prefill.context.identity.fingerprint
+    assert {path.name.partition("@")[0] for path in store.glob("*.data")} == {f"pdserve-{fingerprint}"}
+
+
+def test_two_engines_that_write_one_block_write_to_two_places(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temps: list[Path] = []
+    get_paths = FSConnector._get_file_and_tmp_path
+
+    def note_paths(self: FSConnector, key: Any) -> tuple[Path, Path]:
+        paths = get_paths(self, key)
+        temps.append(paths[1])
+        return paths
+
+    monkeypatch.setattr(FSConnector, "_get_file_and_tmp_path", note_paths)
+    monkeypatch.setattr(cache_engine.CacheEngine, "has", lambda *_: False)
+    for _ in range(2):
+        make_engine("prefill").send("p", PROMPT[:1])
+    assert temps[0].name == temps[1].name
+    assert temps[0].parent != temps[1].parent
+
+
 def test_what_is_stored_is_not_written_again(make_engine: Any, store: Path) -> None:
     prefill = make_engine("prefill")
     prefill.send("p", PROMPT)
@@ -81,6 +113,20 @@ class TestTiers:
         find_file(prefill, store, 2).unlink()
         prefill.submit("q", PROMPT)
         assert prefill.lookup("q").num_tokens == 2 * S
+
+    def test_only_what_is_shared_is_counted(self, store: Path, tmp_path: Path) -> None:
+        context = build_context(Role.PREFILL, {"url": f"fs://{store}", "max_cpu_bytes": 4 << 20})
+        options, calls = parse_options(context), DeadlineCalls("test", 2)
+        directories = EngineDirectories(options, can_write=True)
+        engine = open_for_transfers(context, options, directories, calls)
+        (key,) = BlockHasher(context.identity.fingerprint).block_keys(PROMPT[:S], S)
+        write = engine.begin_write(key, memoryview(bytes(BlockFormat(context.identity, TINY_SPEC).value_bytes)))
+        assert not isinstance(write, Failure)
+        assert write.exception(10) is None
+        assert engine.count_stored_run([key]) == 1
+        next(store.glob("*.data")).unlink()
+        assert engine.count_stored_run([key]) == 0
+        calls.close_after(engine.close, 10)
 
     def test_the_local_disk_tier_serves_too_and_is_removed(self, make_engine: Any, store: Path, tmp_path: Path) -> None:
         prefill = make_engine("prefill", local_disk_path=str(tmp_path / "tier"))
