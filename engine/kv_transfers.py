@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pdserve.connectors.base import ConnectorOutput, KVConnectorScheduler, MatchResult
+from pdserve.connectors.base import CancelsSends, ConnectorOutput, KVConnectorScheduler, MatchResult
 from pdserve.engine.block_accounting import BlockHolding
 from pdserve.engine.config import SchedulerSettings
 from pdserve.engine.kv_cache_manager import KVCacheManager
@@ -48,6 +48,7 @@ class _Send:
     held_block_ids: list[int]
     started_s: float
     announcement: RequestOutput | None = None
+    is_cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,13 @@ class KVTransfers:
         if decision.announce_when_sent and reason is FinishReason.HANDOFF:
             self._sends[request_id].announcement = RequestOutput(request_id=request_id)
         return decision.kv_transfer_params if reason is FinishReason.HANDOFF else None
+
+    def cancel_send(self, request_id: str) -> None:
+        """No consumer will come for what this ended request holds; unknown ids are ignored."""
+        send = self._sends.get(request_id)
+        if send is not None and not send.is_cancelled and isinstance(self._connector, CancelsSends):
+            send.is_cancelled = True
+            self._connector.cancel_send(request_id)
 
     def defer(self, end: RequestOutput) -> bool:
         """Keep a hand-off's last output until its KV is saved; False when it can go out now."""

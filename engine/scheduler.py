@@ -117,11 +117,16 @@ class Scheduler:
         self._is_stalled = False
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End these requests without output; unknown and finished ids are ignored."""
+        """End these requests without output; unknown ids are ignored.
+
+        One that has ended and whose KV waits for a consumer is given up: nobody will come for it.
+        """
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
                 self._finish(request, FinishReason.ABORT)
+            else:
+                self._transfers.cancel_send(request_id)
 
     def fail_requests(self, request_ids: Iterable[str], error: WireError) -> list[RequestOutput]:
         """End these requests with an error."""

@@ -117,6 +117,8 @@ class RequestFlow:
         self._progress = Progress()
         self._num_failures = 0
         self._is_handing_off = False
+        self._handoff_source: tuple[Instance, str] | None = None
+        """The prefill leg whose KV waits to be fetched."""
         self._passed_over: set[str] = set()
         """Incarnations that others go before: those that failed it, or know less of a short prompt's prefix."""
         self._routed = RoutedRequest(
@@ -139,6 +141,14 @@ class RequestFlow:
             RequestTimeoutError: the deadline passed.
             EngineError: ``max_tries`` instances failed it.
         """
+        try:
+            async with aclosing(self._run_legs()) as batches:
+                async for batch in batches:
+                    yield batch
+        finally:
+            self._release_handoff()
+
+    async def _run_legs(self) -> AsyncGenerator[TokenBatch, None]:
         role = await self._first_role()
         while True:
             try:
@@ -250,7 +260,7 @@ class RequestFlow:
                     self._observer.leg_events(role, instance, output.events)
                 if output.finish_reason in _BAD_ENDS:
                     self._raise_for(output, instance)
-                self._note_handoff(role, output)
+                self._note_handoff(role, output, instance)
                 batch = self._accept(output)
                 if batch is not None:
                     yield batch
@@ -274,15 +284,24 @@ class RequestFlow:
             self._fleet.prefix_memory.note(instance.address, self._routed.digests, instance.ready.limits.num_blocks)
         return leg
 
-    def _note_handoff(self, role: Role, output: RequestOutput) -> None:
+    def _note_handoff(self, role: Role, output: RequestOutput, instance: Instance) -> None:
         if output.finish_reason is FinishReason.HANDOFF:
+            self._handoff_source = (instance, output.request_id)
             self._is_handing_off = True
             self._progress.kv_transfer_params = output.kv_transfer_params
             self._observer.handed_off(output.kv_transfer_params)
         elif role is Role.DECODE and self._is_handing_off and output.new_token_ids:
             self._is_handing_off = False
+            self._handoff_source = None
             self._progress.kv_transfer_params = None
             self._observer.handoff_arrived(len(self._request.prompt_token_ids), output.num_cached_tokens)
+
+    def _release_handoff(self) -> None:
+        """Tell the prefill instance that nobody will fetch the KV it holds, where that has become certain."""
+        if self._handoff_source is not None:
+            instance, request_id = self._handoff_source
+            self._handoff_source = None
+            instance.release(request_id)
 
     async def _next_output(self, leg: Leg, instance: Instance) -> RequestOutput:
         try:
@@ -335,6 +354,7 @@ class RequestFlow:
             # The KV's whereabouts are good for one instance that took them, however it ended.
             self._progress.kv_transfer_params = None
             self._is_handing_off = False
+            self._release_handoff()
             self._passed_over.add(failure.incarnation)
         elif failure.reason == "refused":
             self._refused_by.add(failure.incarnation)

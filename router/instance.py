@@ -198,6 +198,10 @@ class Instance:
         self.tally.note_sent(request)
         return leg
 
+    def release(self, request_id: str) -> None:
+        """Nobody will fetch the KV of this leg, which ended with its hand-off."""
+        self._send(AbortRequests([request_id]))
+
     def _abort_leg(self, request_id: str) -> None:
         if self._legs.pop(request_id, None) is not None:
             self.tally.note_aborted(request_id)

@@ -181,7 +181,10 @@ class InstanceServer:
         self._publish([error_output(key, error)])
 
     def _abort(self, keys: Iterable[str]) -> None:
-        aborted = [key for key in keys if self._live.pop(key, None) is not None]
+        """Also those that have ended here: their KV may wait for a consumer that will not come."""
+        aborted = list(keys)
+        for key in aborted:
+            self._live.pop(key, None)
         if aborted:
             self._engine.abort_requests(aborted)
 

@@ -370,3 +370,27 @@ def test_a_loaded_request_is_work_at_once() -> None:
     assert not h.scheduler.has_work
     h.step(ConnectorOutput(finished_receiving={"d"}))
     assert h.scheduler.has_work
+
+
+def test_abort_of_a_held_hand_off_is_passed_to_a_connector_that_cancels() -> None:
+    h = SchedulerHarness()
+    cancelled: list[str] = []
+    h.connector.cancel_send = cancelled.append  # type: ignore[attr-defined]
+    h.connector.decisions["p"] = FinishDecision(hold_blocks=True, kv_transfer_params=PARAMS)
+    h.add("p", range(10, 19), handoff=True)
+    h.step()
+    h.scheduler.abort_requests(["p", "p", "unknown"])
+    assert cancelled == ["p"]
+    assert h.num_used_blocks == 3  # until the connector reports
+    h.step(ConnectorOutput(finished_sending={"p"}, failed_sending={"p"}))
+    assert h.num_used_blocks == 0
+
+
+def test_abort_of_a_held_hand_off_without_such_a_connector_waits_for_its_report() -> None:
+    h = SchedulerHarness()
+    h.connector.decisions["p"] = FinishDecision(hold_blocks=True, kv_transfer_params=PARAMS)
+    h.add("p", range(10, 19), handoff=True)
+    h.step()
+    h.scheduler.abort_requests(["p"])
+    h.step(ConnectorOutput(finished_sending={"p"}))
+    assert h.num_used_blocks == 0

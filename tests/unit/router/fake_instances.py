@@ -106,6 +106,7 @@ class FakeInstance:
     finds_kv: bool = True
     messages: list[AddRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
     load: InstanceLoad = field(default_factory=InstanceLoad)
     num_unreported: int = 0
     ready: Ready | None = None
@@ -141,6 +142,9 @@ class FakeInstance:
         if not fault.silent:
             self._play(leg, fault, self._outputs(message, fault))
         return leg
+
+    def release(self, request_id: str) -> None:
+        self.released.append(request_id)
 
     def lose(self, fault: Fault) -> None:
         self.generation += 1

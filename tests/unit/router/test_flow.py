@@ -340,3 +340,34 @@ def test_unexpected_outputs_after_the_end_are_dropped() -> None:
 
     d = Talkative(Role.DECODE, "d0")
     assert run_flow([], [d])[0] == EXPECTED
+
+
+def test_kv_that_nobody_will_fetch_is_given_up_once_at_its_producer() -> None:
+    p = prefill()
+    tokens, _, _ = run_flow([p], [decode(Fault(after_tokens=0)), decode(address="d1")])
+    assert tokens == EXPECTED
+    assert p.released == [p.messages[0].request_id]
+
+
+def test_kv_that_was_fetched_is_left_to_its_consumer() -> None:
+    p = prefill()
+    run_flow([p], [decode(Fault(after_tokens=2)), decode(address="d1")])
+    assert p.released == []
+
+
+def test_client_that_leaves_between_the_legs_gives_the_kv_up() -> None:
+    async def main() -> None:
+        p, d = prefill(), decode(Fault(silent=True))
+        async with build_bench([p], [d]) as bench:
+            stream = bench.build_flow(PROMPT).run()
+            assert (await anext(stream)).token_ids == EXPECTED[:1]
+            waiting = asyncio.ensure_future(anext(stream))
+            while not d.messages:
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert p.released == [p.messages[0].request_id]
+            assert d.aborted == [d.messages[0].request_id]
+
+    run(main())
