@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 from pdserve.connectors.base import ConnectorFeatures, KVConnector
 from pdserve.connectors.registry import load_connector
+from pdserve.connectors.testing.faults.link import Damage
 from pdserve.connectors.testing.violations import NotOfferedError
 from pdserve.errors import ConfigError
 from pdserve.kv_layout import BlockKey
@@ -94,9 +95,13 @@ class ConformanceTarget:
         """Loads that begin inside do not end before it is left; a part that fails does once another one is held."""
         raise NotOfferedError("the target has no way to hold loads back")
 
-    def damaged_transport(self) -> AbstractContextManager[None]:
-        """Bytes of KV that travel inside arrive with some bits flipped."""
-        raise NotOfferedError("the target has no way to damage bytes on their way")
+    def bad_link(self, damage: Damage) -> AbstractContextManager[None]:
+        """What travels inside suffers ``damage``; see `faults.link.FaultyLink`, which does that to sockets.
+
+        Raises:
+            NotOfferedError: it cannot do this kind.
+        """
+        raise NotOfferedError("the target has no link to damage")
 
     def close(self) -> None:
         """End what was started; idempotent."""

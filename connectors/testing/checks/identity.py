@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +26,20 @@ def other_numbers_of_heads_are_exact_or_refused(bench: Bench) -> None:
         here = msgspec.structs.replace(bench.spec, num_kv_heads=consumer_heads)
         difference = f"{producer_heads} KV heads there and {consumer_heads} here"
         _require_strangers(bench, there, here, family, difference)
+
+
+@check("R13")
+def every_pair_is_exact_or_refused(bench: Bench) -> None:
+    """Producers and consumers of eight shapes, block sizes by dtypes by heads: equal ones exchange KV, no others do."""
+    specs = [
+        msgspec.structs.replace(bench.spec, block_size=block_size, dtype=dtype, num_kv_heads=num_kv_heads)
+        for block_size in (4, 8)
+        for dtype in ("bfloat16", "float32")
+        for num_kv_heads in (1, 2)
+    ]
+    for here in range(len(specs)):
+        for there in range(len(specs)):
+            _exchange(bench, specs, there, here)
 
 
 @check("R14")
@@ -124,6 +139,28 @@ def _offer(bench: Bench, engine: EngineHarness, family: int, offers: list[tuple[
     bench.require(params is not None, "a hand-off was computed, but nothing is offered", "R10")
     if params is not None:
         offers.append((prompt, params))
+
+
+def _exchange(bench: Bench, specs: Sequence[KVCacheSpec], there: int, here: int) -> None:
+    """One cell of the matrix, with a prompt of its own."""
+    try:
+        producer = bench.build_producer(f"producer-{there}", spec=specs[there])
+        consumer = bench.build_consumer(f"consumer-{here}", spec=specs[here])
+    except ConfigError:
+        bench.require(there != here, "a shape is refused at start")
+        return
+    prompt = bench.make_prompt(19, family=len(specs) * there + here)
+    params = bench.hand_over(producer, prompt)
+    if there == here:
+        found = bench.fetch(consumer, prompt, params)
+        bench.require(found == len(prompt), f"{found} of {len(prompt)} tokens went between two of {specs[here]}", "R2")
+    else:
+        rule = "R14" if specs[there].num_kv_heads == specs[here].num_kv_heads else "R13"
+        with bench.blaming(rule, covers_garbage=True):
+            found = bench.fetch(consumer, prompt, params)
+        bench.require(found == 0, f"{found} tokens went from {specs[there]} to {specs[here]}", rule)
+    bench.stop(producer)
+    bench.stop(consumer)
 
 
 def _require_strangers(bench: Bench, there: KVCacheSpec, here: KVCacheSpec, family: int, difference: str) -> None:

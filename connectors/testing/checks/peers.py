@@ -9,6 +9,8 @@ from unittest import mock
 
 from pdserve.connectors.testing.bench import Bench
 from pdserve.connectors.testing.check import TRANSFER, Level, Need, check, collect_checks
+from pdserve.connectors.testing.checks.recovery import require_recovery
+from pdserve.connectors.testing.faults.link import Damage
 from pdserve.connectors.testing.faults.peer_process import PeerProcess
 from pdserve.connectors.testing.harness import EngineHarness
 from pdserve.connectors.testing.violations import NotOfferedError
@@ -182,7 +184,19 @@ def an_outage_costs_time_and_ends(bench: Bench) -> None:
         consumer.finish(request_id)
         bench.hand_over(producer, other)
         bench.fetch(consumer, prompt, None)
-    _require_recovery(bench, producer, consumer, "an outage")
+    require_recovery(bench, producer, consumer, "an outage")
+
+
+@check("R19", level=Level.FAULTS)
+def a_bad_link_costs_time_and_ends(bench: Bench) -> None:
+    """Slow, silent, cut, losing or repeating bytes: loads end in time, exact or failed; afterwards all is well."""
+    producer, consumer = bench.build_producer(), bench.build_consumer()
+    for number, damage in enumerate(Damage):
+        prompt = bench.make_prompt(3 * bench.block_size + 1, number)
+        params = bench.hand_over(producer, prompt)
+        with bench.target.bad_link(damage), bench.blaming():
+            bench.fetch(consumer, prompt, params)
+        require_recovery(bench, producer, consumer, f"a link that {damage.value}")
 
 
 @check("R10", needs=(*TRANSFER, Need.STORE), level=Level.FAULTS)
@@ -196,18 +210,7 @@ def a_full_store_is_a_reported_failure(bench: Bench) -> None:
         found = bench.fetch(consumer, prompt, params)
         is_whole = producer.sent.get(request_id, params is not None)
         bench.require(not is_whole or found == len(prompt), f"saved whole, it is said, but {found} tokens are there")
-    _require_recovery(bench, producer, consumer, "the store was full")
-
-
-def _require_recovery(bench: Bench, producer: EngineHarness, consumer: EngineHarness, what: str) -> None:
-    """Traffic goes on until a transfer succeeds."""
-    families = iter(range(100, 100_000))
-
-    def works() -> bool:
-        prompt = bench.make_prompt(2 * bench.block_size + 1, next(families))
-        return bench.fetch(consumer, prompt, bench.hand_over(producer, prompt)) == len(prompt)
-
-    bench.run_until(works, f"no transfer succeeds after {what}", bench.rule)
+    require_recovery(bench, producer, consumer, "the store was full")
 
 
 def _build_producer(bench: Bench, lease_s: float, name: str = "producer") -> EngineHarness:

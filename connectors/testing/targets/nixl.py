@@ -16,7 +16,9 @@ from pdserve.connectors.base import KVConnector
 from pdserve.connectors.nixl.loads import ActiveLoad
 from pdserve.connectors.nixl.reads import ReadQueue
 from pdserve.connectors.nixl.side_channel import ProducerSocket
+from pdserve.connectors.testing.faults.link import Damage
 from pdserve.connectors.testing.target import ConformanceTarget
+from pdserve.connectors.testing.violations import NotOfferedError
 
 _OPTIONS = {"answer_timeout_s": 1.0}
 _PAUSE_S = 0.001
@@ -53,8 +55,10 @@ class Target(ConformanceTarget):
             yield
 
     @contextlib.contextmanager
-    def damaged_transport(self) -> Iterator[None]:
-        """The first byte of every piece arrives with a flipped bit."""
+    def bad_link(self, damage: Damage) -> Iterator[None]:
+        """The first byte of every piece arrives with a flipped bit; UCX keeps every other damage from us."""
+        if damage is not Damage.FLIP:
+            raise NotOfferedError("bytes between NIXL's agents can only be flipped here")
         take_piece = ReadQueue._take_piece
 
         def take_damaged_piece(queue: ReadQueue, active: ActiveLoad) -> None:

@@ -16,6 +16,7 @@ from pdserve.connectors.blocks.failures import Failure
 from pdserve.connectors.blocks.messages import BlockTransfer
 from pdserve.connectors.redis.channel import Channel
 from pdserve.connectors.redis.redis_store import RedisStore
+from pdserve.connectors.testing.faults.link import Damage, FaultyLink
 from pdserve.connectors.testing.target import ConformanceTarget
 from pdserve.connectors.testing.targets.redis_process import RedisProcess
 from pdserve.connectors.testing.violations import NotOfferedError
@@ -69,13 +70,21 @@ class Target(ConformanceTarget):
             self._process.start()
             self._client = redis.Redis(unix_socket_path=str(self._process.unix_path))
             self.blocks = StoredValues(self._client)
-            options = {"url": self._process.url, **options}
+            self._link = FaultyLink(str(self._process.unix_path), str(self._process.directory / "link"))
+            options = {"url": f"unix://{self._link.address}", **options}
         super().__init__(connector, {**_OPTIONS, **options}, directory)
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[None]:
         """The server is deaf, and back as it was afterwards."""
         with self._own_process().stopped():
+            yield
+
+    @contextlib.contextmanager
+    def bad_link(self, damage: Damage) -> Iterator[None]:
+        """The connection to the server suffers."""
+        self._own_process()
+        with self._link.inflict(damage):
             yield
 
     @contextlib.contextmanager
@@ -111,6 +120,7 @@ class Target(ConformanceTarget):
         """End the server."""
         if self._process is not None:
             self._client.close()
+            self._link.close()
             self._process.close()
 
     def _own_process(self) -> RedisProcess:

@@ -64,9 +64,12 @@ class HearsNoNotification(DirectWorker):
 
 
 class BelievesTheParameters(DirectScheduler):
-    """Loads what a transfer holds, whatever the prompt is."""
+    """Loads what a transfer of its own model holds, whatever the prompt is."""
 
     def count_matching_tokens(self, request: KVRequest, params: KVTransferParams, start: int) -> int:
+        hold = ENDPOINTS[self.get_address(params)].holds[self.get_transfer(params)]
+        if hold.fingerprint != self.context.identity.fingerprint:
+            return 0
         num_blocks = len(self.get_digests(params))
         return sum(key.num_tokens for key in request.block_keys[start:num_blocks])
 

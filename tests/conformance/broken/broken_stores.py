@@ -548,8 +548,10 @@ class PicklesEntries(StoreWorker):
         return pickle.dumps(super().seal(block, payload))
 
     def unseal(self, block: Block, entry: bytes) -> bytes | None:
-        prefix = pickle.dumps(bytes(self.spec.block_bytes + HEADER.size))
-        if len(entry) != len(prefix) or entry[:16] != prefix[:16] or entry[-2:] != prefix[-2:]:
+        inner = bytes(self.spec.block_bytes + HEADER.size)
+        example = pickle.dumps(inner)
+        start = len(example) - len(inner) - 2
+        if len(entry) != len(example) or entry[:start] != example[:start] or entry[-2:] != example[-2:]:
             return None
         return super().unseal(block, pickle.loads(entry))
 

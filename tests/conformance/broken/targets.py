@@ -12,7 +12,8 @@ from honest_direct import Endpoint, Pull
 from honest_store import MEDIA, Medium
 
 from pdserve.connectors.base import KVConnector
-from pdserve.connectors.testing import ConformanceTarget
+from pdserve.connectors.testing import ConformanceTarget, NotOfferedError
+from pdserve.connectors.testing.faults.link import Damage
 from pdserve.kv_layout import BlockKey
 
 
@@ -55,7 +56,9 @@ class DirectTarget(ConformanceTarget):
     lease_option = "lease_s"
 
     @contextlib.contextmanager
-    def damaged_transport(self) -> Iterator[None]:
+    def bad_link(self, damage: Damage) -> Iterator[None]:
+        if damage is not Damage.FLIP:
+            raise NotOfferedError("bytes can only be flipped here")
         read = Endpoint.read
 
         def read_damaged(endpoint: Endpoint, pull: Pull, index: int) -> tuple[bytes, bytes] | None:
