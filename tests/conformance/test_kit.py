@@ -1,0 +1,252 @@
+"""The kit itself: its parts, its commands, and the page that describes it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli import main
+from pdserve.connectors.testing.check import Check, Level, Need
+from pdserve.connectors.testing.checks import CHECKS, get_checks
+from pdserve.connectors.testing.faults.link import Damage, FaultyLink
+from pdserve.connectors.testing.harness import EngineHarness
+from pdserve.connectors.testing.kv_content import build_context
+from pdserve.connectors.testing.report import format_table, has_failed, judge_rules
+from pdserve.connectors.testing.rules import RULE_IDS, RULES
+from pdserve.connectors.testing.runner import CheckResult, Verdict
+from pdserve.connectors.testing.target import ConformanceTarget, open_target, read_options
+from pdserve.connectors.testing.violations import RuleViolationError
+from pdserve.errors import ConfigError
+from pdserve.protocol import Role
+
+PAGE = Path(__file__).parents[2] / "docs" / "connectors.md"
+
+
+# --- rules and checks -----------------------------------------------------------------------------------------
+
+
+def test_every_rule_has_a_check_and_every_check_a_rule() -> None:
+    assert tuple(f"R{number}" for number in range(1, 23)) == RULE_IDS
+    assert {check.rule for check in CHECKS} == set(RULE_IDS)
+    assert len({check.id for check in CHECKS}) == len(CHECKS)
+    assert all(check.purpose.endswith(".") for check in CHECKS)
+
+
+def test_levels_build_on_each_other() -> None:
+    sizes = [len(get_checks(max_level=level)) for level in Level]
+    assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_the_page_has_a_section_for_each_rule_with_its_checks(rule) -> None:
+    sections = PAGE.read_text().split("\n### ")
+    (section,) = (text for text in sections if text.startswith(f"{rule.id}: {rule.title}\n"))
+    assert f"**{rule.what}**" in section
+    assert "Where it hurt: " in section
+    listed = re.findall(r"`(\w+)`", section.split("Checks: ")[1].split("\n\n")[0])
+    assert listed == [check.id for check in CHECKS if check.rule == rule.id]
+
+
+# --- verdicts -------------------------------------------------------------------------------------------------
+
+
+def result(rule: str, verdict: Verdict, reason: str = "", broken_rule: str | None = None) -> CheckResult:
+    check = Check(f"check_of_{rule}", rule, Level.CONTRACT, (), "It works.", lambda bench: None)
+    return CheckResult(check, verdict, reason, broken_rule)
+
+
+def test_a_breach_counts_for_the_rule_that_is_broken_whoever_saw_it() -> None:
+    results = [
+        result("R1", Verdict.STOPPED, "R9: reported twice", "R9"),
+        result("R9", Verdict.PASS),
+        result("R2", Verdict.PASS),
+        result("R2", Verdict.NOT_OFFERED, "no hook"),
+        result("R3", Verdict.NOT_DECLARED, "cannot load"),
+        result("R4", Verdict.WARNING, "loads all the same"),
+    ]
+    verdicts = {verdict.rule.id: verdict for verdict in judge_rules(results)}
+    assert verdicts["R1"].verdict is Verdict.STOPPED
+    assert verdicts["R9"].verdict is Verdict.FAIL
+    assert verdicts["R9"].reasons == ("check_of_R1: R9: reported twice",)
+    assert (verdicts["R2"].verdict, verdicts["R2"].reasons) == (Verdict.PASS, ("no hook",))
+    assert verdicts["R3"].verdict is Verdict.NOT_DECLARED
+    assert verdicts["R4"].verdict is Verdict.WARNING
+    assert verdicts["R5"].verdict is Verdict.NOT_TESTED
+    assert has_failed(verdicts.values())
+    table = format_table(list(verdicts.values()))
+    assert "R9   One completion for each load         fail          1 passed" in table
+    assert table.splitlines()[-1] == "1 pass, 1 fail, 1 not declared, 1 warning, 17 not tested, 1 stopped"
+
+
+# --- targets --------------------------------------------------------------------------------------------------
+
+
+def test_options_may_name_the_runs_directory(tmp_path: Path) -> None:
+    target = open_target("memory", tmp_path)
+    assert isinstance(target.options["store"], dict)
+    plain = ConformanceTarget(target.connector, {"path": "{directory}/kv", "size": 3}, tmp_path)
+    assert plain.build_options("a", Role.PREFILL) == {"path": f"{tmp_path}/kv", "size": 3}
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("json:loads", "no subclass of ConformanceTarget"), ("nowhere:Target", "cannot be imported")],
+)
+def test_a_wrong_target_is_told(tmp_path: Path, target: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_target("null", tmp_path, target=target)
+
+
+def test_options_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("a = ")
+    with pytest.raises(ConfigError, match=r"bad\.toml"):
+        read_options(tmp_path / "bad.toml")
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        read_options(tmp_path / "none.toml")
+
+
+def test_needs_are_told() -> None:
+    check = Check("a", "R1", Level.CONTRACT, (Need.SAVE, Need.STORE), "It works.", lambda bench: None)
+    features = open_target("null", Path()).features
+    assert check.find_unmet_need(features, composes=False) == "the connector does not declare that it can save KV"
+
+
+# --- the harness ----------------------------------------------------------------------------------------------
+
+
+def test_the_harness_watches_blocks_that_are_free(tmp_path: Path) -> None:
+    engine = EngineHarness(open_target("null", tmp_path).connector, build_context(Role.DECODE, {}))
+    engine.submit("a", range(5))
+    block_id = engine.admit("a", 0)[0]
+    engine.step({"a": 5})
+    engine.finish("a")
+    engine.step()
+    engine.memory.kv_cache[block_id] = 1.0
+    with pytest.raises(RuleViolationError, match=r"R9: block \d+ was written to after it was free"):
+        engine.step()
+
+
+def test_the_harness_sees_who_writes_over_a_living_request(tmp_path: Path) -> None:
+    engine = EngineHarness(open_target("null", tmp_path).connector, build_context(Role.DECODE, {}))
+    engine.submit("a", range(5))
+    block_id = engine.admit("a", 0)[0]
+    engine.step({"a": 5})
+    engine.memory.kv_cache[block_id] = 1.0
+    with pytest.raises(RuleViolationError, match="R9: token 0 of a was written over by somebody"):
+        engine.finish("a")
+
+
+# --- the bad link ---------------------------------------------------------------------------------------------
+
+ANSWER = bytes(range(200))
+
+
+@pytest.fixture
+def link(tmp_path: Path):
+    """A link to a server that answers each line with the same bytes."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "server"))
+    listener.listen()
+
+    def serve(connection: socket.socket) -> None:
+        with connection:
+            while connection.recv(1):
+                connection.sendall(ANSWER)
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    link = FaultyLink(str(tmp_path / "server"), str(tmp_path / "link"))
+    yield link
+    link.close()
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+def ask(link: FaultyLink, timeout_s: float = 5.0) -> bytes:
+    """What the server says, until it pauses or ends."""
+    answer = b""
+    with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
+        client.settimeout(timeout_s)
+        client.connect(str(link.address))
+        client.sendall(b"?")
+        while more := client.recv(4096):
+            answer += more
+            client.settimeout(0.1)
+    return answer
+
+
+def test_a_link_does_its_damage_and_recovers(link: FaultyLink) -> None:
+    assert ask(link) == ANSWER
+    expected = {
+        Damage.NONE: lambda answer: answer == ANSWER,
+        Damage.DELAY: lambda answer: answer == ANSWER,
+        Damage.FLIP: lambda answer: sum((a ^ b).bit_count() for a, b in zip(answer, ANSWER, strict=True)) == 1,
+        Damage.REPEAT: lambda answer: answer == ANSWER + ANSWER,
+        Damage.DROP: lambda answer: len(answer) == len(ANSWER) - 7,
+        Damage.TRUNCATE: lambda answer: answer == ANSWER[: len(ANSWER) // 2],
+        Damage.STALL: lambda answer: answer == b"",
+        Damage.CUT: lambda answer: answer == b"",
+    }
+    assert set(expected) == set(Damage)
+    for damage, is_right in expected.items():
+        with link.inflict(damage):
+            assert is_right(ask(link, 0.3)), damage
+        assert ask(link) == ANSWER, damage
+
+
+# --- commands -------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_report_and_says_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    assert main(["conformance", "--connector", "memory", "--level", "1", "--report", str(report)]) == 0
+    assert "R1   Counts are beyond local              pass          4 passed" in capsys.readouterr().out
+    content = json.loads(report.read_text())
+    assert (content["connector"], content["failed"], len(content["rules"])) == ("memory", False, 22)
+
+
+BROKEN_MODULE = """
+from pdserve.connectors.base import ConnectorFeatures
+from pdserve.connectors.null import NullConnector
+
+class Boaster(NullConnector):
+    features = ConnectorFeatures(can_save=True, can_load=True, is_store=True)
+"""
+
+
+def test_the_command_exits_with_1_when_a_rule_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "boasting_connector.py").write_text(BROKEN_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    connector = "boasting_connector:Boaster"
+    assert main(["conformance", "--connector", connector, "--level", "1", "--timeout-s", "0.3"]) == 1
+    assert "R2   Whole-prompt hits work               fail" in capsys.readouterr().out
+
+
+def test_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance"]) == 2
+    assert "say which connector" in capsys.readouterr().err
+
+
+def test_the_plugin_loads_neither_torch_nor_the_kit() -> None:
+    code = "import sys, pdserve.connectors.testing.plugin; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
