@@ -73,7 +73,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         if preempts:
             self._producer.step(preempted=[request_id])
         self._producer.finish(request_id)
-        self._note_saved(prompt, 0 if num_computed == 0 else min(num_computed, length))
+        self._note_saved(prompt, min(num_computed, length), is_announced=False)
 
     @rule(family=_FAMILIES, length=_LENGTHS, num_computed=st.integers(1, 18))
     def preempt_a_prefill(self, family: int, length: int, num_computed: int) -> None:
@@ -182,20 +182,29 @@ class LifecycleMachine(RuleBasedStateMachine):
     def _note_offer(self, prompt: list[int], params: KVTransferParams | None) -> None:
         self._offers.append(_Offer(prompt, params))
         self._prompts.append(prompt)
-        self._note_saved(prompt, len(prompt))
+        self._note_saved(prompt, len(prompt), is_announced=True)
 
-    def _note_saved(self, prompt: list[int], num_computed: int) -> None:
+    def _note_saved(self, prompt: list[int], num_computed: int, *, is_announced: bool) -> None:
         """What is there is not written again, damaged or not."""
         if not self._is_store:
             return
-        if num_computed < len(prompt):
+        ends = itertools.accumulate(key.num_tokens for key in self._keys(prompt))
+        saved = [key for key, end in zip(self._keys(prompt), ends, strict=True) if end <= num_computed]
+        if not is_announced:
             self._bench.run_until(lambda: self._producer.is_idle, "a report is owed for an aborted request", "R9")
+            self._wait_for_unheard_writes(saved)
+        for key in saved:
+            self._is_good.setdefault(key, True)
+
+    def _wait_for_unheard_writes(self, keys: Sequence[BlockKey]) -> None:
+        """Nobody is told when an aborted request's writes end: look until they are there."""
+        blocks = self._stored_blocks
+        if blocks is None:
             self._bench.pass_steps(3)
-        end = 0
-        for key in self._keys(prompt):
-            end += key.num_tokens
-            if end <= num_computed:
-                self._is_good.setdefault(key, True)
+            return
+        self._bench.run_until(
+            lambda: all(blocks.read(key) is not None for key in keys), "a block was never saved", "R6"
+        )
 
     def _start_prefill(self, prompt: list[int], num_computed: int) -> str:
         request_id = self._bench.make_name()
