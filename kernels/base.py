@@ -169,8 +169,8 @@ class KernelBackend(Protocol):
         """``x @ weight.T + bias``: [T, O] in the backend's dtype."""
         ...
 
-    def linear_float32(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
-        """The same in float32, for logits: as exact as the backend has it, [T, O]."""
+    def linear_float32(self, x_TD: Tensor, weight: LinearWeight, out_TO: Tensor | None = None) -> Tensor:
+        """The same in float32, for logits: as exact as the backend has it, [T, O]; in ``out_TO`` if that is given."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

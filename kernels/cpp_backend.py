@@ -86,11 +86,15 @@ class CppBackend:
 
     def linear(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
         """See `KernelBackend.linear`."""
-        return self._multiply(self._library.pds_linear, x_TD, weight, torch.bfloat16)
+        out_TO = torch.empty(x_TD.shape[0], weight.out_features, dtype=torch.bfloat16)
+        return self._multiply(self._library.pds_linear, x_TD, weight, out_TO)
 
-    def linear_float32(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
+    def linear_float32(self, x_TD: Tensor, weight: LinearWeight, out_TO: Tensor | None = None) -> Tensor:
         """See `KernelBackend.linear_float32`: the accumulators as they are."""
-        return self._multiply(self._library.pds_linear_float32, x_TD, weight, torch.float32)
+        if out_TO is None:
+            out_TO = torch.empty(x_TD.shape[0], weight.out_features, dtype=torch.float32)
+        assert out_TO.dtype == torch.float32
+        return self._multiply(self._library.pds_linear_float32, x_TD, weight, out_TO)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `KernelBackend.rms_norm`."""
@@ -144,11 +148,12 @@ class CppBackend:
         """See `pdserve.kernels.decoder.FusingBackend.build_decoder`."""
         return CppDecoder(self._library, layers, final_norm, shape, self.get_num_threads)
 
-    def _multiply(self, function: object, x_TD: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+    def _multiply(self, function: object, x_TD: Tensor, weight: LinearWeight, out_TO: Tensor) -> Tensor:
         assert callable(function)
         x_TD = _require_rows(x_TD)
         assert x_TD.shape[1] == weight.in_features
-        out_TO = torch.empty(x_TD.shape[0], weight.out_features, dtype=dtype)
+        assert out_TO.shape == (x_TD.shape[0], weight.out_features)
+        assert out_TO.is_contiguous()
         status = function(
             x_TD.data_ptr(),
             x_TD.stride(0),

@@ -58,9 +58,10 @@ class TorchBackend:
         """See `KernelBackend.linear`."""
         return self._matmul.multiply(x_TD, weight)
 
-    def linear_float32(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
+    def linear_float32(self, x_TD: Tensor, weight: LinearWeight, out_TO: Tensor | None = None) -> Tensor:
         """See `KernelBackend.linear_float32`: rounded to the backend's dtype, as its matrix library gives it."""
-        return self.linear(x_TD, weight).float()
+        product_TO = self.linear(x_TD, weight)
+        return product_TO.float() if out_TO is None else out_TO.copy_(product_TO)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `KernelBackend.rms_norm`."""

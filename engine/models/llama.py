@@ -89,9 +89,9 @@ class CausalLM:
         return self._forward_layers(residual_TD, _Step(rotation, plan, kv_cache), on_layer)
 
     @torch.inference_mode()
-    def compute_logits(self, hidden_RD: Tensor) -> Tensor:
-        """Logits [R, V] float32 of hidden states [R, D]."""
-        return self.backend.linear_float32(hidden_RD, self._weights.lm_head)
+    def compute_logits(self, hidden_RD: Tensor, out_RV: Tensor | None = None) -> Tensor:
+        """Logits [R, V] float32 of hidden states [R, D]; in ``out_RV`` if that is given."""
+        return self.backend.linear_float32(hidden_RD, self._weights.lm_head, out_RV)
 
     def get_kernel_shapes(self) -> KernelShapes:
         """What `pdserve.kernels.invariance.check_invariance` checks: this model's own weights and shapes."""

@@ -26,13 +26,13 @@ class RotaryTable:
         frequencies = build_frequencies(config, head_dim).double()
         angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies
         magnitude = config.scaling.attention_factor if isinstance(config.scaling, YarnScaling) else 1.0
-        self._cos = (angles.cos() * magnitude).float()
-        self._sin = (angles.sin() * magnitude).float()
+        cos, sin = (angles.cos() * magnitude).float(), (angles.sin() * magnitude).float()
+        self._cos = torch.cat((cos, cos), -1)
+        self._sin = torch.cat((-sin, sin), -1)
 
     def get_rotation(self, positions_T: Tensor) -> Rotation:
         """The rotation of tokens at ``positions`` [T] int64."""
-        cos, sin = self._cos[positions_T], self._sin[positions_T]
-        return Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+        return Rotation(self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T))
 
 
 def build_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
