@@ -15,6 +15,10 @@ class HttpSettings:
 
     host: str = setting("127.0.0.1", help="address that clients connect to; 0.0.0.0 for every one", metavar="ADDRESS")
     port: int = setting(8000, help="port that clients connect to; 0 = the system chooses", minimum=0, maximum=65535)
+    tls_certificate: str | None = setting(
+        None, help="PEM file, read again when it changes: clients connect by HTTPS", metavar="PATH"
+    )
+    tls_key: str | None = setting(None, help="the certificate's unencrypted private key, a PEM file", metavar="PATH")
     ready_file: str | None = setting(
         None, help="once clients can connect, write the address to this file as JSON", metavar="PATH"
     )
@@ -104,6 +108,16 @@ class AdmissionSettings:
 
 
 @dataclass(frozen=True)
+class AccessSettings:
+    """Who may ask."""
+
+    api_keys_file: str | None = setting(
+        None, help="file of API keys' digests, read again when it changes; also: PDSERVE_API_KEYS", metavar="PATH"
+    )
+    public_metrics: bool = setting(False, help="GET /metrics needs no API key")
+
+
+@dataclass(frozen=True)
 class TracingSettings:
     """Traces of requests."""
 
@@ -124,6 +138,7 @@ class RouterSettings:
     pools: PoolSettings = section(PoolSettings)
     handoff: HandoffSettings = section(HandoffSettings)
     admission: AdmissionSettings = section(AdmissionSettings)
+    access: AccessSettings = section(AccessSettings)
     tracing: TracingSettings = section(TracingSettings)
 
 
@@ -133,6 +148,8 @@ def check_settings(settings: RouterSettings) -> None:
     Raises:
         ConfigError: naming the setting, its value and what is accepted.
     """
+    if (settings.http.tls_certificate is None) != (settings.http.tls_key is None):
+        raise ConfigError("--tls-certificate and --tls-key belong together")
     pools = settings.pools
     given = [
         name

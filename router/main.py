@@ -22,21 +22,27 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+from pdserve import env
 from pdserve.announcements import AnnouncementBoard
 from pdserve.checkpoint import prepare_tokenizer, resolve_model
 from pdserve.errors import ConfigError
 from pdserve.log import configure_logging
+from pdserve.peers.addresses import is_loopback
 from pdserve.router.admission import Admission
 from pdserve.router.api.app import build_app
 from pdserve.router.api.service import RouterService
-from pdserve.router.config import HttpSettings, PoolSettings, RouterSettings, check_settings
+from pdserve.router.config import AccessSettings, HttpSettings, PoolSettings, RouterSettings, check_settings
 from pdserve.router.fleet import Fleet
+from pdserve.router.keys.key_ring import KeyRing
+from pdserve.router.keys.sources import read_keys
 from pdserve.router.membership.directory import Directory
 from pdserve.router.membership.instances_file import InstancesFile
 from pdserve.router.membership.redis_directory import RedisDirectory
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.timeline import TimelineStore
+from pdserve.router.tls import ServerCertificate
 from pdserve.router.tracing.tracer import build_tracer
+from pdserve.router.watched_files import WatchedFiles
 from pdserve.settings import describe_settings, load_settings
 from pdserve.text import ChatTemplate, load_tokenizer
 
@@ -93,12 +99,19 @@ def bind_http_socket(settings: HttpSettings) -> socket.socket:
     return bound
 
 
-def build_service(settings: RouterSettings) -> RouterService:
+def build_service(settings: RouterSettings, certificate: ServerCertificate | None = None) -> RouterService:
     """Load the tokenizer and compose the router's parts.
 
+    Args:
+        settings: all of them.
+        certificate: what clients see, if anything; read, and read again when it changes.
+
     Raises:
-        ConfigError: the model's files are missing or wrong.
+        ConfigError: files of the model, of keys or of the certificate are missing or wrong.
     """
+    key_ring, watched_files = build_key_ring(settings.access)
+    if certificate is not None:
+        watched_files.append(WatchedFiles(certificate.paths, certificate.load, "the TLS certificate and key were"))
     source = resolve_model(settings.model.model)
     directory = prepare_tokenizer(source)
     tokenizer = load_tokenizer(directory)
@@ -121,7 +134,27 @@ def build_service(settings: RouterSettings) -> RouterService:
         timelines=TimelineStore(settings.admission.timeline_capacity),
         directory=build_directory(settings.pools),
         tracer=build_tracer(settings.tracing, model_name),
+        key_ring=key_ring,
+        watched_files=watched_files,
     )
+
+
+def build_key_ring(settings: AccessSettings) -> tuple[KeyRing | None, list[WatchedFiles]]:
+    """The API keys, None where there are none, and the file that they come from.
+
+    Raises:
+        ConfigError: the file, or the environment, holds something else.
+    """
+    path = None if settings.api_keys_file is None else Path(settings.api_keys_file)
+    environment = env.get_api_keys()
+    if path is None and environment is None:
+        return None, []
+    key_ring = KeyRing(())
+
+    def load() -> None:
+        key_ring.replace(read_keys(path, environment))
+
+    return key_ring, [WatchedFiles([] if path is None else [path], load, "the API keys were")]
 
 
 def build_directory(settings: PoolSettings) -> Directory | None:
@@ -139,7 +172,9 @@ def build_directory(settings: PoolSettings) -> Directory | None:
 
 def _serve(settings: RouterSettings, listening: socket.socket) -> int:
     logger.info("settings", extra={"kv": describe_settings(settings)})
-    service = build_service(settings)
+    certificate = build_certificate(settings.http)
+    service = build_service(settings, certificate)
+    _warn_of_open_doors(settings.http, service)
     config = uvicorn.Config(
         build_app(service),
         http="httptools",
@@ -148,11 +183,28 @@ def _serve(settings: RouterSettings, listening: socket.socket) -> int:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=max(round(settings.http.shutdown_timeout_s), 1),
+        ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
     )
     server = _Server(config, listening, settings.http, service)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.serve(sockets=[listening]))
     return 0 if server.started else 2
+
+
+def build_certificate(settings: HttpSettings) -> ServerCertificate | None:
+    """The certificate that the settings name; not read yet."""
+    if settings.tls_certificate is None or settings.tls_key is None:
+        return None
+    return ServerCertificate(Path(settings.tls_certificate), Path(settings.tls_key))
+
+
+def _warn_of_open_doors(settings: HttpSettings, service: RouterService) -> None:
+    if is_loopback(settings.host):
+        return
+    if service.key_ring is None:
+        logger.warning("whoever reaches %s may use it: give API keys with --api-keys-file", settings.host)
+    elif settings.tls_certificate is None:
+        logger.warning("API keys and prompts come to %s unencrypted: give --tls-certificate", settings.host)
 
 
 class _Server(uvicorn.Server):
@@ -171,7 +223,8 @@ class _Server(uvicorn.Server):
         """Start to serve, then say where."""
         await super().startup(sockets=sockets)
         host, port = self._listening.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if self._settings.tls_certificate is None else "https"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         logger.info("clients connect to %s", url)
         self._draining = asyncio.create_task(self._stop_once_drained())
         if self._settings.ready_file is not None:

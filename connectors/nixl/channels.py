@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pdserve.connectors.nixl.consumer import Consumer
 from pdserve.connectors.nixl.messages import Endpoint
-from pdserve.connectors.nixl.options import AllowedPeers
 from pdserve.connectors.nixl.side_channel import InvalidMessageError, ProducerChannel, Sockets
+from pdserve.peers.addresses import AllowedPeers
 
 
 class ProducerChannels:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,32 +13,6 @@ from pdserve.errors import ConfigError
 CONNECTOR_NAME = "nixl"
 _LOOPBACK_NETWORKS = ("127.0.0.0/8", "::1/128")
 _LOOPBACK_DEVICE = "lo"
-
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-
-class AllowedPeers:
-    """The addresses that KV is given to and taken from.
-
-    Args:
-        networks: single addresses or networks (``10.0.0.0/24``).
-
-    Raises:
-        ValueError: one of them is neither.
-    """
-
-    def __init__(self, networks: Iterable[str]) -> None:
-        self._networks: list[Network] = [ipaddress.ip_network(network) for network in networks]
-
-    def __contains__(self, host: str) -> bool:
-        """Whether ``host``, an address in text, is one of them; what is no address is not."""
-        try:
-            address = ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-            address = address.ipv4_mapped
-        return any(address in network for network in self._networks)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.connectors.nixl import wire
-from pdserve.connectors.nixl.options import CONNECTOR_NAME, AllowedPeers, NixlOptions
+from pdserve.connectors.nixl.options import CONNECTOR_NAME, NixlOptions
 from pdserve.errors import ConfigError
+from pdserve.peers.addresses import AllowedPeers
 
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 4000

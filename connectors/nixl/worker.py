@@ -17,7 +17,7 @@ from pdserve.connectors.nixl.channels import ProducerChannels
 from pdserve.connectors.nixl.consumer import Consumer
 from pdserve.connectors.nixl.leases import LeaseTable
 from pdserve.connectors.nixl.messages import Endpoint, StepMetadata
-from pdserve.connectors.nixl.options import AllowedPeers, NixlOptions
+from pdserve.connectors.nixl.options import NixlOptions
 from pdserve.connectors.nixl.pool_memory import PoolMemory
 from pdserve.connectors.nixl.producer import Producer
 from pdserve.connectors.nixl.report import TransferReport
@@ -26,6 +26,7 @@ from pdserve.connectors.nixl.transfer_thread import ProducerSide, TransferThread
 from pdserve.connectors.nixl.wake_up import WakeUp
 from pdserve.errors import ConfigError
 from pdserve.kv_layout import KVCacheSpec
+from pdserve.peers.addresses import AllowedPeers
 from pdserve.protocol import Role
 
 logger = logging.getLogger(__name__)
@@ -156,5 +157,7 @@ class NixlWorker:
             self._consumer.start(load)
         for request_id in metadata.cancelled_loads:
             self._consumer.cancel(request_id)
+        for reference in metadata.queued:
+            self._consumer.keep(reference)
         for reference in metadata.releases:
             self._consumer.release(reference)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 import pdserve
 from pdserve.errors import PdserveError, RequestError
 from pdserve.router.api import generate, operations, page, status
+from pdserve.router.api.authentication import PUBLIC_PATHS, Authentication
 from pdserve.router.api.boundary import HttpBoundary
 from pdserve.router.api.errors import error_response, json_response
 from pdserve.router.api.service import RouterService
@@ -26,16 +27,21 @@ def build_app(service: RouterService) -> FastAPI:
     @asynccontextmanager
     async def run_fleet(_: FastAPI) -> AsyncIterator[None]:
         service.fleet.start()
-        following = asyncio.create_task(_follow_members(service))
+        following = [asyncio.create_task(_follow_members(service))]
+        following += [asyncio.create_task(files.follow()) for files in service.watched_files]
         try:
             yield
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
             await service.fleet.close()
             await asyncio.to_thread(service.tracer.close)
 
     app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None, lifespan=run_fleet)
+    if service.key_ring is not None:
+        public_paths = PUBLIC_PATHS | ({"/metrics"} if service.settings.access.public_metrics else set())
+        app.add_middleware(Authentication, key_ring=service.key_ring, public_paths=public_paths)
     app.add_middleware(HttpBoundary)
     app.add_exception_handler(PdserveError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)

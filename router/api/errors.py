@@ -29,9 +29,12 @@ def error_response(error: PdserveError) -> Response:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     elif error.http_status == 503:
         headers["retry-after"] = "1"
-    elif error.http_status == 413:
+    elif error.http_status in (401, 413):
         # The rest of the body is not read.
         headers["connection"] = "close"
+    if error.http_status == 401:
+        problem = ', error="invalid_token"' if error.code == "invalid_api_key" else ""
+        headers["www-authenticate"] = f'Bearer realm="pdserve"{problem}'
     return json_response(describe_error(error), status=error.http_status, headers=headers)
 
 

@@ -69,13 +69,19 @@ def show_ready(service: RouterService) -> Response:
 
 
 def start_drain(service: RouterService, request: Request) -> Response:
-    """``POST /drain``: from this machine only, because it ends the router.
+    """``POST /drain``: with an administrator's key, because it ends the router; without keys from this machine only.
+
+    Where there are keys, the machine does not count: behind a proxy everyone comes from this one.
 
     Raises:
-        RequestError: 403, it comes from elsewhere.
+        RequestError: 403, somebody else asks.
     """
-    host = request.client.host if request.client else ""
-    if host not in _THIS_MACHINE:
+    if service.key_ring is not None:
+        if not getattr(request.state, "is_admin", False):
+            raise RequestError(
+                "POST /drain needs an administrator's API key", code="insufficient_permissions", http_status=403
+            )
+    elif (request.client.host if request.client else "") not in _THIS_MACHINE:
         raise RequestError("POST /drain is taken from the router's own machine only", code="forbidden", http_status=403)
     service.drain.begin()
     return json_response({"status": "draining"}, status=202)

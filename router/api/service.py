@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -14,11 +14,13 @@ from pdserve.router.admission import Admission
 from pdserve.router.config import RouterSettings
 from pdserve.router.drain import Drain
 from pdserve.router.fleet import Fleet
+from pdserve.router.keys.key_ring import KeyRing
 from pdserve.router.membership.directory import Directory
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.record import RecomputeWarning
 from pdserve.router.timeline import TimelineStore
 from pdserve.router.tracing.tracer import NullTracer, RequestTracer
+from pdserve.router.watched_files import WatchedFiles
 from pdserve.text.chat_template import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 
@@ -45,6 +47,8 @@ class RouterService:
         directory: lists the instances; None where they are given once.
         tracer: gets every request's timeline at its end.
         drain: whether the router still takes work.
+        key_ring: the API keys; None = nobody needs one.
+        watched_files: files that are read again while the router runs.
         created_s: when this router started, seconds since the epoch.
     """
 
@@ -60,6 +64,8 @@ class RouterService:
     directory: Directory | None = None
     tracer: RequestTracer = field(default_factory=NullTracer)
     drain: Drain = field(default_factory=Drain)
+    key_ring: KeyRing | None = None
+    watched_files: Sequence[WatchedFiles] = ()
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, model: str | None) -> None:

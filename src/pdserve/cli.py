@@ -13,6 +13,7 @@ from pdserve.errors import ConfigError
 COMMANDS = {
     "up": "start prefill and decode instances and a router on this machine, and watch them",
     "doctor": "say what is wrong with a running or configured deployment, and what to do",
+    "keys": "make keys: for clients of a router, and for routers and instances between machines",
     "bench": "measure a service, an engine or this machine",
     "conformance": "test a KV connector against every rule of the connector contract",
 }

@@ -35,8 +35,13 @@ def get_redis_password() -> str | None:
 
 
 def get_api_key() -> str | None:
-    """Key that benchmark commands send to the server they measure: ``PDSERVE_API_KEY``. Never logged."""
-    return os.environ.get("PDSERVE_API_KEY")
+    """Key that commands send to the server they speak to: ``PDSERVE_API_KEY``. Never logged."""
+    return os.environ.get("PDSERVE_API_KEY") or None
+
+
+def get_api_keys() -> str | None:
+    """Keys that a router takes from its clients: ``PDSERVE_API_KEYS``. Never logged."""
+    return os.environ.get("PDSERVE_API_KEYS") or None
 
 
 def extended_environment(changes: Mapping[str, str]) -> dict[str, str]:

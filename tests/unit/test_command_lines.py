@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.commands.doctor import DoctorConfig
+from pdserve.commands.keys import ApiKeyConfig, CurveKeyConfig
 from pdserve.commands.up import UpConfig
 from pdserve.decode.main import DecodeConfig
 from pdserve.prefill.main import PrefillConfig
@@ -27,6 +28,7 @@ ROUTING = """
     --cache-events --max-faults --ejection-s --slow-start-s --key-max-concurrent --key-tokens-per-minute
     --failover-wait-s --max-concurrent --max-queue --max-choices --request-timeout-s --timeline-capacity
     --max-body-bytes --otlp-endpoint --trace-sample-ratio
+    --api-keys-file --public-metrics --tls-certificate --tls-key
 """
 ROUTER = """
     --host --port --ready-file --shutdown-timeout-s --log-level --model --served-model-name
@@ -45,6 +47,8 @@ UP = "--prefill --decode --host --port --ask --pin --log-level --drain-timeout-s
         (RouterSettings, (ROUTER, ROUTING)),
         (UpConfig, (UP, ENGINE, ROUTING)),
         (DoctorConfig, (DOCTOR, ROUTER, ROUTING)),
+        (ApiKeyConfig, ("--name --admin",)),
+        (CurveKeyConfig, ("--name --directory",)),
     ],
 )
 def test_option_names_are_frozen(root: type, groups: tuple[str, ...]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import threading
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from pdserve import env
 from pdserve.errors import PdserveError
 
 _TIMEOUT_S = 120.0
@@ -21,36 +24,89 @@ class AskError(PdserveError):
     """The service did not answer the question."""
 
 
-def start_asking(url: str, prompt: str) -> None:
+@dataclass(frozen=True)
+class Service:
+    """A running service. An API key comes from ``PDSERVE_API_KEY``.
+
+    Attributes:
+        url: of its router.
+        certificate: PEM file with the certificate that it shows, whatever name stands there; None = one that this
+            machine trusts.
+    """
+
+    url: str
+    certificate: str | None = None
+
+    def get_json(self, path: str) -> dict[str, Any]:
+        """The answer to a GET.
+
+        Raises:
+            AskError: its status is not 200.
+            OSError: the service cannot be reached.
+        """
+        connection = self.connect()
+        try:
+            connection.request("GET", path, headers=build_headers())
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _error(response)
+            found: dict[str, Any] = json.loads(response.read())
+            return found
+        finally:
+            connection.close()
+
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection, made when it is used."""
+        parts = urllib.parse.urlsplit(self.url)
+        host = parts.hostname or ""
+        if parts.scheme == "https":
+            return http.client.HTTPSConnection(host, parts.port, timeout=_TIMEOUT_S, context=self._build_context())
+        return http.client.HTTPConnection(host, parts.port, timeout=_TIMEOUT_S)
+
+    def _build_context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self.certificate)
+        if self.certificate is not None:
+            context.check_hostname = False
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        return context
+
+
+def build_headers() -> dict[str, str]:
+    """Headers of every request."""
+    api_key = env.get_api_key()
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+
+def start_asking(service: Service, prompt: str) -> None:
     """Ask in a thread of its own, so that the caller goes on watching."""
-    threading.Thread(target=_ask_and_tell, args=(url, prompt), name="ask", daemon=True).start()
+    threading.Thread(target=_ask_and_tell, args=(service, prompt), name="ask", daemon=True).start()
 
 
-def _ask_and_tell(url: str, prompt: str) -> None:
+def _ask_and_tell(service: Service, prompt: str) -> None:
     try:
-        ask(url, prompt)
+        ask(service, prompt)
     except (OSError, http.client.HTTPException, ValueError, AskError) as error:
         print(f"\nthe question could not be answered: {error}", flush=True)
 
 
-def ask(url: str, prompt: str) -> None:
+def ask(service: Service, prompt: str) -> None:
     """Send ``prompt`` as a chat (as a plain completion to a model without a chat template) and print what comes.
 
     Raises:
         AskError: the service refused or failed; holds its message.
         OSError: the service cannot be reached.
     """
-    model = get_json(url, "/v1/models")["data"][0]["id"]
+    model = service.get_json("/v1/models")["data"][0]["id"]
     body = {"model": model, "max_tokens": _MAX_TOKENS, "temperature": 0, "stream": True}
     print(f"\n> {prompt}", flush=True)
     try:
-        request_id = _print_stream(_stream(url, "/v1/chat/completions", {**body, "messages": _user(prompt)}))
+        request_id = _print_stream(_stream(service, "/v1/chat/completions", {**body, "messages": _user(prompt)}))
     except AskError as error:
         if error.http_status != 400:
             raise
-        request_id = _print_stream(_stream(url, "/v1/completions", {**body, "prompt": prompt}))
+        request_id = _print_stream(_stream(service, "/v1/completions", {**body, "prompt": prompt}))
     path = f"/v1/requests/{urllib.parse.quote(request_id)}/timeline"
-    print(f"{describe_way(_get_finished(url, path))}\n(each event: curl {url}{path})\n", flush=True)
+    print(f"{describe_way(_get_finished(service, path))}\n(each event: curl {service.url}{path})\n", flush=True)
 
 
 def describe_way(timeline: Mapping[str, Any]) -> str:
@@ -81,11 +137,11 @@ def _ms(duration_ms: float | None) -> str:
     return "an unknown time" if duration_ms is None else f"{duration_ms:.1f} ms"
 
 
-def _get_finished(url: str, path: str) -> dict[str, Any]:
+def _get_finished(service: Service, path: str) -> dict[str, Any]:
     """A request's timeline; the stream's end may come a moment before the router has written it up."""
     deadline_s = time.monotonic() + _TIMELINE_TIMEOUT_S
     while True:
-        timeline = get_json(url, path)
+        timeline = service.get_json(path)
         if timeline["status"] == "finished":
             return timeline
         if time.monotonic() >= deadline_s:
@@ -111,10 +167,10 @@ def _print_stream(events: Iterator[dict[str, Any]]) -> str:
     return request_id
 
 
-def _stream(url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    connection = _connect(url)
+def _stream(service: Service, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    connection = service.connect()
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **build_headers()})
         response = connection.getresponse()
         if response.status != 200:
             raise _error(response)
@@ -126,30 +182,6 @@ def _stream(url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any
                 yield json.loads(data)
     finally:
         connection.close()
-
-
-def get_json(url: str, path: str) -> dict[str, Any]:
-    """The service's answer to a GET.
-
-    Raises:
-        AskError: its status is not 200.
-        OSError: the service cannot be reached.
-    """
-    connection = _connect(url)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise _error(response)
-        found: dict[str, Any] = json.loads(response.read())
-        return found
-    finally:
-        connection.close()
-
-
-def _connect(url: str) -> http.client.HTTPConnection:
-    parts = urllib.parse.urlsplit(url)
-    return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
 
 
 def _error(response: http.client.HTTPResponse) -> AskError:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pdserve import env
-from pdserve.commands.ask import AskError, get_json, start_asking
+from pdserve.commands.ask import AskError, Service, start_asking
 from pdserve.decode.main import DecodeConfig
 from pdserve.engine.config import ConnectorSettings, EngineConfig
 from pdserve.engine.server.listening import bind_http_socket
@@ -124,12 +124,12 @@ def _serve(config: UpConfig, deployment: Deployment, stop_request: StopRequest, 
     (router,) = deployment.start([plan_router(config, instances)])
     if stop_request.is_set or router.note is None:
         return 0
-    url = str(router.note["http"])
-    if not _wait_until_served(url, stop_request):
+    service = Service(str(router.note["http"]), config.router.http.tls_certificate)
+    if not _wait_until_served(service, stop_request):
         return 0
-    _say(describe(deployment.members, url))
+    _say(describe(deployment.members, service.url))
     if config.up.ask is not None:
-        start_asking(url, config.up.ask)
+        start_asking(service, config.up.ask)
     decoders = instances[config.up.prefill :]
 
     def is_lost() -> bool:
@@ -142,7 +142,7 @@ def _serve(config: UpConfig, deployment: Deployment, stop_request: StopRequest, 
     raise ConfigError("nothing is left that could serve; see the lines above")
 
 
-def _wait_until_served(url: str, stop_request: StopRequest) -> bool:
+def _wait_until_served(service: Service, stop_request: StopRequest) -> bool:
     """Wait until the router has found its instances; False when the user wants to stop before that.
 
     Raises:
@@ -151,7 +151,7 @@ def _wait_until_served(url: str, stop_request: StopRequest) -> bool:
     deadline_s = time.monotonic() + _SERVED_TIMEOUT_S
     while not stop_request.is_set:
         with contextlib.suppress(OSError, AskError):
-            get_json(url, "/ready")
+            service.get_json("/ready")
             return True
         if time.monotonic() >= deadline_s:
             raise ConfigError(f"the router reached no instance within {_SERVED_TIMEOUT_S:.0f} s; see the lines above")

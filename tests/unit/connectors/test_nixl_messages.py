@@ -19,7 +19,7 @@ from pdserve.connectors.nixl.descriptors import (
     build_registration,
 )
 from pdserve.connectors.nixl.messages import Endpoint, Offer, build_params, read_params
-from pdserve.connectors.nixl.options import AllowedPeers, NixlOptions, parse_options
+from pdserve.connectors.nixl.options import NixlOptions, parse_options
 from pdserve.connectors.testing import build_context
 from pdserve.errors import ConfigError
 from pdserve.protocol import Role

@@ -15,6 +15,7 @@ from pdserve.router.admission import Admission
 from pdserve.router.api.app import build_app
 from pdserve.router.api.service import RouterService
 from pdserve.router.config import AdmissionSettings, HandoffSettings, HttpSettings, RouterSettings
+from pdserve.router.keys.key_ring import KeyRing
 from pdserve.router.timeline import TimelineStore
 from pdserve.text import ChatTemplate, Tokenizer, load_tokenizer
 
@@ -39,6 +40,7 @@ def with_client(
     prefill: Sequence[FakeInstance] = (),
     decode: Sequence[FakeInstance] = (),
     settings: RouterSettings = SETTINGS,
+    key_ring: KeyRing | None = None,
 ) -> Any:
     """Run ``test`` with a client of a router over these instances."""
 
@@ -54,6 +56,7 @@ def with_client(
                 admission=Admission(settings.admission, bench.metrics),
                 metrics=bench.metrics,
                 timelines=TimelineStore(settings.admission.timeline_capacity),
+                key_ring=key_ring,
             )
             transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:

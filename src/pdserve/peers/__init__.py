@@ -1,0 +1,1 @@
+"""Who may speak to whom between pdserve's own processes: addresses that are allowed, and CURVE keys."""
