@@ -170,6 +170,26 @@ def test_floors_are_quick(tmp_path: Path) -> None:
     assert "prefill of 1,000 tokens, ms" in done.stdout
 
 
+def test_handoff_compares_connectors_with_a_copy(tmp_path: Path) -> None:
+    output = tmp_path / "r.json"
+    done = bench(
+        *("handoff", "--connectors", "memory", "shared_storage", "--prompt-tokens", "20", "40", "--repeats", "2"),
+        *("--output", str(output)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert "40 prompt tokens: 3 blocks, 1.11 MB" in done.stdout
+    hand_offs = read(output)["hand_offs"]
+    moved = [(one["connector"], one["num_prompt_tokens"], one["num_bytes"]) for one in hand_offs]
+    block_bytes = 368_640
+    assert moved == [
+        (name, num_tokens, num_blocks * block_bytes)
+        for name in ("memory", "shared_storage")
+        for num_tokens, num_blocks in ((20, 2), (20, 2), (40, 3), (40, 3))
+    ]
+    assert all(min(one["save_s"], one["load_s"], one["memcpy_s"]) > 0 for one in hand_offs)
+
+
 def test_latency_times_every_step_of_the_real_model(tmp_path: Path) -> None:
     output = tmp_path / "r.json"
     done = bench(

@@ -14,6 +14,7 @@ BENCHMARKS = {
     "throughput": "many requests in this process",
     "serve": "requests to a running server: latencies, throughput, goodput",
     "sweep": "rates, prefill:decode splits and hand-off thresholds, to the best goodput",
+    "handoff": "each connector's hand-off of KV, beside one memcpy of the same bytes",
     "compare": "the same work on the same cores for pdserve, vLLM, llama.cpp and transformers",
     "floors": "what this machine's memory and arithmetic allow for a model",
 }

@@ -9,6 +9,7 @@ import pytest
 from pdserve import cli
 from pdserve.bench.compare import CompareConfig
 from pdserve.bench.floors import FloorsConfig
+from pdserve.bench.handoff import HandoffConfig
 from pdserve.bench.latency import LatencyConfig
 from pdserve.bench.serve import ServeConfig
 from pdserve.bench.sweep import SweepConfig
@@ -40,6 +41,7 @@ TIMES = "--rate --arrivals"
         (LatencyConfig, (OFFLINE, "--batch --prompt-tokens --output-tokens --repeats")),
         (ThroughputConfig, (OFFLINE, "--num-requests --prompt-tokens --output-tokens")),
         (FloorsConfig, ("--model --dtype --num-threads --seconds --context",)),
+        (HandoffConfig, ("--connectors --prompt-tokens --repeats --model --dtype --block-size --poll-ms --seed",)),
         (
             ServeConfig,
             ("--url --model --plot --tokenizer --num-requests", REQUESTS, PROMPTS, LOAD, TIMES, OBJECTIVE),
@@ -120,6 +122,11 @@ def free_port() -> int:
         (
             ["sweep", "--rates", "1", "--refinements", "5"],
             "--start-rate and --refinements are for the search; --rates names the rates to try",
+        ),
+        (["handoff", "--prompt-tokens", "0"], "--prompt-tokens: '0' is no number of tokens"),
+        (
+            ["handoff", "--connectors", "null"],
+            "--connectors: 'null' is none of memory, nixl, shared_storage, redis, lmcache, multi",
         ),
         (["compare", "--scenarios", "none"], "--scenarios: 'none' is none of decode, prefill, burst, poisson, custom"),
         (["compare", "--cores", "9999"], None),

@@ -1,0 +1,1 @@
+"""A hand-off without models: what connectors take to bring KV from one process's memory into another's."""
