@@ -42,7 +42,8 @@ class ConnectorFeatures:
         can_save: it saves or holds KV that other engines can fetch.
         can_load: it loads KV.
         is_store: blocks are addressed by key and outlive the producer.
-        layerwise: it wants `save_kv_layer` and `wait_for_layer_load`.
+        layerwise: it wants `save_kv_layer` and `wait_for_layer_load`; in all steps, unless its worker half is a
+            `ChoosesLayerSteps`.
         cancels_sends: its scheduler half is a `CancelsSends`.
     """
 
@@ -336,6 +337,18 @@ class KVConnectorWorker(Protocol):
 
     def close(self) -> None:
         """Stop threads, release memory; idempotent. Transfers under way may be dropped."""
+        ...
+
+
+@runtime_checkable
+class ChoosesLayerSteps(Protocol):
+    """A layerwise worker half that needs its layer calls in some steps only: they cost a decode step a few percent."""
+
+    def wants_layers(self) -> bool:
+        """Whether to call `wait_for_layer_load` and `save_kv_layer` in this step.
+
+        Called by: the model runner, in each step that computes tokens, after `start_load_kv`.
+        """
         ...
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.connectors.base import KVConnectorWorker
+from pdserve.connectors.base import ChoosesLayerSteps, KVConnectorWorker
 from pdserve.engine.models import CausalLM
 from pdserve.engine.sampling.logprobs import build_token_logprobs
 from pdserve.engine.sampling.sampler import Sampler, SamplingRow
@@ -48,6 +48,11 @@ class LayerTransfers:
 
     def __init__(self, connector: KVConnectorWorker) -> None:
         self._connector = connector
+        self._chooser = connector if isinstance(connector, ChoosesLayerSteps) else None
+
+    def are_wanted(self) -> bool:
+        """Whether the connector has a use for them in this step."""
+        return self._chooser is None or self._chooser.wants_layers()
 
     def before_layer(self, layer: int) -> None:
         """The layer's KV of this step's loads must be in place."""
@@ -140,7 +145,7 @@ class ModelRunner:
 
     def _forward_and_sample(self, items: tuple[ScheduledRequest, ...], output: ModelRunnerOutput) -> None:
         token_ids, metadata = self._build_inputs(items)
-        hidden_TD = self._model.forward(token_ids, metadata, self._kv_cache, self._layer_hook)
+        hidden_TD = self._model.forward(token_ids, metadata, self._kv_cache, self._choose_layer_hook())
         self._make_prompt_logprobs(items, hidden_TD, output)
         last_rows: list[int] = []
         sampling_rows: list[SamplingRow] = []
@@ -162,6 +167,9 @@ class ModelRunner:
         output.sampled_token_ids = sampled.token_ids
         output.logprobs = sampled.logprobs
         output.failed = sampled.failed
+
+    def _choose_layer_hook(self) -> LayerTransfers | None:
+        return self._layer_hook if self._layer_hook is not None and self._layer_hook.are_wanted() else None
 
     def _build_inputs(self, items: tuple[ScheduledRequest, ...]) -> tuple[Tensor, AttentionMetadata]:
         token_ids: list[int] = []

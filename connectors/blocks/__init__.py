@@ -5,6 +5,7 @@
     worker.py         the half beside the model runner, for any store; composes:
       loads.py          store → KV memory, on reader threads
       saves.py          KV memory → staging → store, on writer threads
+      drafts.py         the same beside the forward pass, a few layers at a time
     asked_index.py    lookups in a store that has to be asked, beside the scheduler's thread
     block_format.py   a stored block: header, checksum, verification
     block_memory.py   KV memory as bytes

@@ -53,8 +53,17 @@ class BlockFormat:
             key: what the payload is.
             value: ``value_bytes`` contiguous bytes whose payload is in place.
         """
-        fields = self._pack_fields(key)
-        value[:HEADER_BYTES] = fields + _CHECKSUM.pack(_checksum(fields, value[HEADER_BYTES:]))
+        checksum = self.start_checksum(key)
+        checksum.update(value[HEADER_BYTES:])
+        value[:HEADER_BYTES] = self.build_header(key, checksum)
+
+    def start_checksum(self, key: BlockKey) -> xxhash.xxh3_64:
+        """A checksum that wants the payload, in any number of pieces in their order; for `build_header`."""
+        return xxhash.xxh3_64(self._pack_fields(key))
+
+    def build_header(self, key: BlockKey, checksum: xxhash.xxh3_64) -> bytes:
+        """The header of the payload that ``checksum`` has seen."""
+        return self._pack_fields(key) + _CHECKSUM.pack(checksum.intdigest())
 
     def verify_header(self, key: BlockKey, header: bytes, num_bytes: int) -> None:
         """Whether this may be ``key``'s block, before its payload is looked at.

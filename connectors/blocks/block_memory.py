@@ -36,6 +36,8 @@ class BlockMemory:
         self._rows: npt.NDArray[np.uint8] = rows
         self._by_token = (-1, spec.block_size, spec.head_dim * DTYPE_BYTES[spec.dtype])
         self._block_size = spec.block_size
+        self._layer_bytes = spec.block_bytes // spec.num_layers
+        self._num_layers = spec.num_layers
 
     def get_view(self, block_id: int) -> memoryview:
         """The block's bytes, writable."""
@@ -44,8 +46,13 @@ class BlockMemory:
 
     def copy_out(self, block_id: int, num_tokens: int, target: memoryview) -> None:
         """Copy a block, with zeros in the slots behind ``num_tokens``: what others left there stays here."""
-        bytes_of_target: npt.NDArray[np.uint8] = np.frombuffer(target, dtype=np.uint8)
-        np.copyto(bytes_of_target, self._rows[block_id])
+        self.copy_layers_out(block_id, num_tokens, 0, self._num_layers, target)
+
+    def copy_layers_out(self, block_id: int, num_tokens: int, start: int, end: int, target: memoryview) -> None:
+        """`copy_out` of layers ``start`` to ``end`` alone, to their place in ``target``, which holds a whole block."""
+        span = slice(start * self._layer_bytes, end * self._layer_bytes)
+        bytes_of_target: npt.NDArray[np.uint8] = np.frombuffer(target, dtype=np.uint8)[span]
+        np.copyto(bytes_of_target, self._rows[block_id, span])
         if num_tokens < self._block_size:
             per_token: npt.NDArray[np.uint8] = bytes_of_target.reshape(self._by_token)
             per_token[:, num_tokens:] = 0

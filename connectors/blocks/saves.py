@@ -7,6 +7,7 @@ A block's way::
       │ no
     copy into a staging buffer ───queue────> checksum, write in batches ──> settle everybody who waits for the key
 
+Layer-wise, copies and writes begin while the forward pass runs (`drafts`); nobody waits for a block before it ended.
 A request's sending has ended when the engine has announced the request's end and none of its keys is being written.
 """
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pdserve.connectors.base import ConnectorOutput, ConnectorStats
 from pdserve.connectors.blocks.block_format import HEADER_BYTES, BlockFormat
 from pdserve.connectors.blocks.block_memory import BlockMemory
+from pdserve.connectors.blocks.drafts import DraftedBlock, StepDrafts
 from pdserve.connectors.blocks.failures import Backoff, Failure, WarningLimiter
 from pdserve.connectors.blocks.messages import BlockTransfer, SaveRequest
 from pdserve.connectors.blocks.staging import StagingPool
@@ -44,6 +46,15 @@ class _Sender:
     num_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _StagedBlock:
+    """A whole block in staging memory, and its draft if the store has one already."""
+
+    key: BlockKey
+    slot: int
+    draft: DraftedBlock | None = None
+
+
 class BlockSaver:
     """Copies out on the forward thread, writes on others, and knows whose sending has ended.
 
@@ -53,6 +64,7 @@ class BlockSaver:
         staging: bounded memory between the threads; a slot holds one block with its header.
         threads: run the writes.
         warnings: log lines for people.
+        drafts: blocks that are saved layer by layer; None = all are saved after the forward pass.
         timeout_s: longest wait of one step for staging memory.
         clock: monotonic seconds.
     """
@@ -65,6 +77,7 @@ class BlockSaver:
         threads: TaskThreads,
         warnings: WarningLimiter,
         *,
+        drafts: StepDrafts | None = None,
         timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -72,6 +85,7 @@ class BlockSaver:
         self._format = block_format
         self._staging = staging
         self._threads = threads
+        self._drafts = drafts
         self._backoff = Backoff(clock)
         self._congestion = Backoff(clock)
         self._warnings = warnings
@@ -81,10 +95,34 @@ class BlockSaver:
         self._senders: dict[str, _Sender] = {}
         self._announced: dict[str, _Sender] = {}
         self._writing: dict[bytes, list[_Sender]] = {}
-        self._queued: deque[tuple[BlockKey, int]] = deque()
+        self._queued: deque[_StagedBlock] = deque()
         self._stats = ConnectorStats()
 
     # --- forward thread -----------------------------------------------------------------------------------
+
+    def begin_step(self, requests: Iterable[SaveRequest], memory: BlockMemory) -> None:
+        """The step under way will save these blocks; what an earlier one began and did not save is dropped.
+
+        It waits for nothing: a block that finds no room now is saved whole by `save`.
+        """
+        if self._drafts is None:
+            return
+        self._drafts.drop()
+        if self._get_pause() is None:
+            blocks = {block.digest: block for request in requests for block in request.blocks}
+            with self._lock:
+                wanted = [block for digest, block in blocks.items() if digest not in self._writing]
+            self._drafts.begin((block for block in wanted if not self._store.has(block.key)), memory)
+
+    @property
+    def wants_layers(self) -> bool:
+        """Whether `save_layer` has something to do in the step under way."""
+        return bool(self._drafts)
+
+    def save_layer(self, layer: int) -> None:
+        """``layer`` of the step's blocks stands in KV memory."""
+        if self._drafts is not None:
+            self._drafts.save_layer(layer)
 
     def save(self, requests: Iterable[SaveRequest], memory: BlockMemory) -> None:
         """Take a copy of these blocks; when this returns, they may be overwritten."""
@@ -139,11 +177,14 @@ class BlockSaver:
             return True
 
     def _save_block(self, sender: _Sender, block: BlockTransfer, memory: BlockMemory, deadline: float) -> None:
-        key = block.key
-        if self._store.has(key):
+        draft = self._drafts.take(block.digest) if self._drafts is not None else None
+        if draft is not None:
+            self._queue(sender, _StagedBlock(block.key, draft.slot, draft))
+            return
+        if self._store.has(block.key):
             sender.failed.discard(block.digest)
             return
-        paused = self._backoff.get_reason() or self._congestion.get_reason()
+        paused = self._get_pause()
         if paused is not None:
             self._drop(sender, block.digest, paused)
             return
@@ -155,16 +196,32 @@ class BlockSaver:
             return
         self._congestion.count_success()
         memory.copy_out(block.block_id, block.num_tokens, self._staging.get_buffer(slot).data[HEADER_BYTES:])
+        self._queue(sender, _StagedBlock(block.key, slot))
+
+    def _queue(self, sender: _Sender, staged: _StagedBlock) -> None:
+        digest = staged.key.digest
         with self._lock:
-            self._writing[block.digest] = [sender]
-            sender.pending.add(block.digest)
-            self._queued.append((key, slot))
+            self._writing[digest] = [sender]
+            sender.pending.add(digest)
+            self._queued.append(staged)
         self._threads.submit(self._write_some)
+
+    def _get_pause(self) -> str | None:
+        return self._backoff.get_reason() or self._congestion.get_reason()
 
     def _drop(self, sender: _Sender, digest: bytes, kind: str) -> None:
         with self._lock:
             sender.failed.add(digest)
             self._stats.count_failure(kind)
+
+    def close(self) -> None:
+        """Remove what was begun in the store; the writer threads have ended. Idempotent."""
+        while self._queued:
+            draft = self._queued.popleft().draft
+            if draft is not None:
+                draft.abandon()
+        if self._drafts is not None:
+            self._drafts.close()
 
     # --- writer threads -----------------------------------------------------------------------------------
 
@@ -180,15 +237,22 @@ class BlockSaver:
             results = self._write(batch)
         finally:
             seconds = time.perf_counter() - began
-            for (key, slot), result in zip(batch, results, strict=True):
-                self._staging.release(slot)
-                self._settle(key.digest, result, seconds / len(batch))
+            for staged, result in zip(batch, results, strict=True):
+                self._staging.release(staged.slot)
+                early = staged.draft.seconds if staged.draft is not None else 0.0
+                self._settle(staged.key.digest, result, early + seconds / len(batch))
 
-    def _write(self, batch: Sequence[tuple[BlockKey, int]]) -> Sequence[WriteResult]:
+    def _write(self, batch: Sequence[_StagedBlock]) -> Sequence[WriteResult]:
+        """Publish drafts, and write the others, and those whose draft came to nothing."""
+        published = {staged.slot for staged in batch if staged.draft is not None and staged.draft.publish()}
+        results = iter(self._write_whole([staged for staged in batch if staged.slot not in published]))
+        return [WriteResult() if staged.slot in published else next(results) for staged in batch]
+
+    def _write_whole(self, batch: Sequence[_StagedBlock]) -> Sequence[WriteResult]:
         paused = self._backoff.get_reason()
         if paused is not None:
             return [WriteResult(Failure(paused, "an earlier write failed"))] * len(batch)
-        blocks = [SealedBlock(key, self._staging.get_buffer(slot).data) for key, slot in batch]
+        blocks = [SealedBlock(staged.key, self._staging.get_buffer(staged.slot).data) for staged in batch]
         for block in blocks:
             self._format.seal(block.key, block.value)
         results = self._store.write(blocks)

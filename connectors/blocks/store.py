@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from pdserve.connectors.base import KVRequest
 from pdserve.connectors.blocks.failures import Failure
@@ -97,4 +97,33 @@ class BlockStore(Protocol):
 
     def close(self) -> None:
         """Release everything; idempotent. No other call is under way, unless one hangs."""
+        ...
+
+
+class BlockDraft(Protocol):
+    """A block that is written while it is still being computed; nobody finds it before it is published.
+
+    Used by one thread at a time. Failures are no news: a draft that failed is not published, and its block is written
+    like any other.
+    """
+
+    def append(self, piece: memoryview) -> None:
+        """Write the next piece of the payload; the buffer may be reused when this returns."""
+        ...
+
+    def publish(self) -> bool:
+        """Make the block, whose payload is whole, a stored one; whether that worked. The draft is over."""
+        ...
+
+    def abandon(self) -> None:
+        """Remove it; idempotent."""
+        ...
+
+
+@runtime_checkable
+class DraftingStore(Protocol):
+    """A `BlockStore` that also takes blocks piece by piece."""
+
+    def begin_draft(self, key: BlockKey) -> BlockDraft:
+        """Begin to write a block. Called on writer threads."""
         ...

@@ -11,13 +11,14 @@ import torch
 from pdserve.connectors.base import ConnectorContext, ConnectorOutput
 from pdserve.connectors.blocks.block_format import BlockFormat
 from pdserve.connectors.blocks.block_memory import BlockMemory
+from pdserve.connectors.blocks.drafts import StepDrafts
 from pdserve.connectors.blocks.failures import WarningLimiter
 from pdserve.connectors.blocks.loads import BlockLoader
 from pdserve.connectors.blocks.messages import SaveRequest, StepMetadata
 from pdserve.connectors.blocks.options import TransferOptions
 from pdserve.connectors.blocks.saves import BlockSaver
 from pdserve.connectors.blocks.staging import StagingPool
-from pdserve.connectors.blocks.store import BlockStore
+from pdserve.connectors.blocks.store import BlockStore, DraftingStore
 from pdserve.connectors.blocks.task_threads import TaskThreads
 from pdserve.kv_layout import KVCacheSpec
 
@@ -34,9 +35,18 @@ class StoreWorker:
         context: the engine.
         options: bounds and numbers of threads.
         store: where blocks go and come from; closed with this half.
+        layerwise: save beside the forward pass, where the store takes blocks piece by piece.
     """
 
-    def __init__(self, connector: str, context: ConnectorContext, options: TransferOptions, store: BlockStore) -> None:
+    def __init__(
+        self,
+        connector: str,
+        context: ConnectorContext,
+        options: TransferOptions,
+        store: BlockStore,
+        *,
+        layerwise: bool = False,
+    ) -> None:
         clock = time.monotonic
         warnings = WarningLimiter(logger, clock)
         block_format = BlockFormat(context.identity, context.spec)
@@ -49,12 +59,16 @@ class StoreWorker:
         self._loader = BlockLoader(
             store, context.spec.block_bytes, self._readers, warnings, timeout_s=options.load_timeout_s, clock=clock
         )
+        drafts = None
+        if layerwise and isinstance(store, DraftingStore):
+            drafts = StepDrafts(store, context.spec, self._staging, self._writers)
         self._saver = BlockSaver(
             store,
             block_format,
             self._staging,
             self._writers,
             warnings,
+            drafts=drafts,
             timeout_s=options.save_timeout_s,
             clock=clock,
         )
@@ -70,21 +84,27 @@ class StoreWorker:
         self._memory = BlockMemory(kv_cache, spec, self._connector)
 
     def start_load_kv(self, metadata: StepMetadata) -> None:
-        """Queue the step's loads; what the step saves waits for `wait_for_save`.
+        """Queue the step's loads; what the step saves waits for its layers, or for `wait_for_save`.
 
         Saves of an earlier step whose forward pass failed are dropped: their KV was never computed.
         """
         self._saver.forget(metadata.forgotten_request_ids)
         self._step_saves = metadata.saves
         if self._memory is not None:
+            self._saver.begin_step(metadata.saves, self._memory)
             for load in metadata.loads:
                 self._loader.start(load, self._memory)
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Loads are asynchronous and move whole blocks: there is nothing to wait for."""
 
+    def wants_layers(self) -> bool:
+        """Only in a step that saves layer by layer."""
+        return self._saver.wants_layers
+
     def save_kv_layer(self, layer: int) -> None:
-        """Blocks are saved whole, after the forward pass."""
+        """Copy the layers that stand, now and then; writing them happens on the writer threads."""
+        self._saver.save_layer(layer)
 
     def wait_for_save(self) -> None:
         """Copy the step's complete blocks; writing them happens on the writer threads."""
@@ -110,4 +130,6 @@ class StoreWorker:
         for threads in (self._readers, self._writers):
             if not threads.close(max(deadline - time.monotonic(), 0.0)):
                 logger.warning("a transfer did not end within %g s", _CLOSE_TIMEOUT_S)
+            elif threads is self._writers:
+                self._saver.close()
         self._store.close()

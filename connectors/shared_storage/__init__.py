@@ -33,7 +33,9 @@ __all__ = ["SharedStorageConnector"]
 class SharedStorageConnector:
     """Builds the two halves."""
 
-    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True, is_store=True)
+    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(
+        can_save=True, can_load=True, is_store=True, layerwise=True
+    )
 
     @classmethod
     def get_directory(cls, options: Mapping[str, Any]) -> Path:
@@ -69,4 +71,5 @@ class SharedStorageConnector:
         directory = BlockDirectory(options.path, block_format.value_bytes)
         directory.create_root(must_be_ours="path" not in context.options)
         capacity = CapacityKeeper(directory, max_bytes=options.max_bytes, min_age_s=options.min_age_s)
-        return StoreWorker(CONNECTOR_NAME, context, options, FileStore(directory, block_format, capacity))
+        store = FileStore(directory, block_format, capacity)
+        return StoreWorker(CONNECTOR_NAME, context, options, store, layerwise=options.layerwise)

@@ -9,14 +9,14 @@ from pdserve.connectors.blocks.failures import InvalidBlockError
 from pdserve.kv_layout import BlockKey
 
 
-def write_block(fd: int, value: memoryview) -> None:
-    """Write the whole file to an empty ``fd``.
+def write_all(fd: int, data: memoryview) -> None:
+    """Write all of ``data`` where ``fd`` stands.
 
     Raises:
         OSError: the disk is full, a limit was hit, or the device failed.
     """
-    while value:
-        value = value[os.writev(fd, [value]) :]
+    while data:
+        data = data[os.writev(fd, [data]) :]
 
 
 def read_block(fd: int, block_format: BlockFormat, key: BlockKey, payload: memoryview) -> None:

@@ -41,6 +41,15 @@ class StoredFile:
     mtime: float
 
 
+@dataclass(frozen=True, slots=True)
+class UnpublishedFile:
+    """A block being written: whose it is, its temporary path, and where it is open for writing."""
+
+    key: BlockKey
+    path: str
+    fd: int
+
+
 class BlockDirectory:
     """One process's view of the directory; any thread may use it.
 
@@ -121,27 +130,48 @@ class BlockDirectory:
         Raises:
             OSError: no room, no permission, or the directory is gone. Nothing is left behind.
         """
-        path = self._path_of(key)
-        temp = f"{self._root}/tmp/{key.hex}.{self._token}-{next(self._serial)}"
+        file = self.create_file(key)
         try:
-            fd = self._create(temp)
-            try:
-                write(fd)
-            finally:
-                os.close(fd)
-            self._rename(temp, path)
+            write(file.fd)
         except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(temp)
+            self.discard_file(file)
             raise
+        self.publish_file(file)
+
+    def create_file(self, key: BlockKey) -> UnpublishedFile:
+        """An empty temporary file for ``key``; it ends with `publish_file` or `discard_file`.
+
+        Raises:
+            OSError: no room, no permission, or the directory is gone.
+        """
+        path = f"{self._root}/tmp/{key.hex}.{self._token}-{next(self._serial)}"
+        return UnpublishedFile(key, path, self._create(path))
+
+    def publish_file(self, file: UnpublishedFile) -> None:
+        """Put a whole file in its key's place in one move.
+
+        Raises:
+            OSError: it could not be closed or moved, and was discarded.
+        """
+        try:
+            os.close(file.fd)
+            self._rename(file.path, self._path_of(file.key))
+        except OSError:
+            _unlink(file.path)
+            raise
+
+    def discard_file(self, file: UnpublishedFile) -> None:
+        """Remove a file that will not be published."""
+        with contextlib.suppress(OSError):
+            os.close(file.fd)
+        _unlink(file.path)
 
     def remove(self, key: BlockKey) -> None:
         """Remove ``key``'s file, if that is possible.
 
         A good file that another engine publishes in this moment may be hit; that costs a miss.
         """
-        with contextlib.suppress(OSError):
-            os.unlink(self._path_of(key))
+        _unlink(self._path_of(key))
 
     def list_files(self) -> list[StoredFile]:
         """All published blocks, in no order.
@@ -207,6 +237,11 @@ class BlockDirectory:
     def _make_directory(path: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def _list_blocks(directory: str) -> list[StoredFile]:

@@ -10,10 +10,11 @@ from pdserve.connectors.blocks.block_memory import BlockMemory
 from pdserve.connectors.blocks.failures import Failure, InvalidBlockError
 from pdserve.connectors.blocks.messages import BlockTransfer
 from pdserve.connectors.blocks.store import SealedBlock, WriteResult
-from pdserve.connectors.shared_storage.block_file import read_block, write_block
+from pdserve.connectors.shared_storage.block_file import read_block, write_all
 from pdserve.connectors.shared_storage.capacity import CapacityKeeper
 from pdserve.connectors.shared_storage.directory import BlockDirectory
 from pdserve.connectors.shared_storage.failures import classify_os_error
+from pdserve.connectors.shared_storage.file_draft import FileDraft
 from pdserve.kv_layout import BlockKey
 
 
@@ -47,6 +48,10 @@ class FileStore:
         """Write file after file."""
         return [WriteResult(self._write_block(block)) for block in blocks]
 
+    def begin_draft(self, key: BlockKey) -> FileDraft:
+        """Begin a file that nobody finds yet."""
+        return FileDraft(self._directory, self._format, self._capacity, key)
+
     def close(self) -> None:
         """Nothing is open between calls."""
 
@@ -74,7 +79,7 @@ class FileStore:
         return None
 
     def _publish(self, block: SealedBlock) -> None:
-        write = functools.partial(write_block, value=block.value)
+        write = functools.partial(write_all, data=block.value)
         try:
             self._directory.publish(block.key, write)
         except OSError as error:

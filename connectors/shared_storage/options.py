@@ -16,6 +16,7 @@ from pdserve.connectors.blocks.options import (
     TransferOptions,
     check_size,
     parse_bytes,
+    parse_flag,
     parse_seconds,
     parse_values,
 )
@@ -33,11 +34,13 @@ class StorageOptions(TransferOptions):
         path: the directory; every engine that shares KV names the same one.
         max_bytes: the store is kept below this; None = a quarter of the file system, and at most what is free.
         min_age_s: files younger than this are evicted last: they may be on their way to a decode instance.
+        layerwise: write a block's first layers while its last ones are computed.
     """
 
     path: Path
     max_bytes: int | None = None
     min_age_s: float = 60.0
+    layerwise: bool = False
 
 
 def parse_options(context: ConnectorContext) -> StorageOptions:
@@ -82,5 +85,6 @@ _PARSERS: dict[str, Parser] = {
     "path": _parse_path,
     "max_bytes": parse_bytes,
     "min_age_s": parse_seconds,
+    "layerwise": parse_flag,
     **TRANSFER_PARSERS,
 }

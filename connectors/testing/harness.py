@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.connectors.base import (
+    ChoosesLayerSteps,
     ConnectorContext,
     ConnectorMetadata,
     ConnectorOutput,
@@ -166,14 +167,17 @@ class EngineHarness:
         *,
         forward_fails: bool = False,
     ) -> ConnectorOutput:
-        """One engine step: ``scheduled`` tokens of each request are computed, unless the forward pass fails."""
+        """One engine step: ``scheduled`` tokens of each request are computed, unless the forward pass fails.
+
+        With layer hooks it fails in the last layer, without them before the first.
+        """
         chosen = [(self._live[request_id], num_tokens) for request_id, num_tokens in (scheduled or {}).items()]
         for request_id in preempted:
             self._release(self._live[request_id], "R8")
         metadata = self.build_metadata(scheduled or {}, preempted)
         self.worker.start_load_kv(metadata)
+        self._run_layers(chosen, forward_fails=forward_fails)
         if not forward_fails:
-            self._run_layers(chosen)
             self.worker.wait_for_save()
         due, self._due = self._due, []
         output = self.worker.get_finished(due)
@@ -318,18 +322,27 @@ class EngineHarness:
 
     # --- the engine's part --------------------------------------------------------------------------------------
 
-    def _run_layers(self, chosen: Sequence[tuple[_Live, int]]) -> None:
+    def _run_layers(self, chosen: Sequence[tuple[_Live, int]], *, forward_fails: bool) -> None:
         """The forward pass; with layer hooks, a layer's KV stands in memory only when its turn has come."""
-        layers = range(self.context.spec.num_layers) if self._layerwise else [None]
-        for layer in layers:
-            if layer is not None:
-                self.worker.wait_for_layer_load(layer)
-            for live, num_tokens in chosen:
-                end = min(live.num_computed_tokens + num_tokens, len(live.token_ids))
-                positions = range(live.num_computed_tokens, end)
-                self.memory.fill(live.block_ids, live.token_ids, positions, live.salt, layer)
-            if layer is not None:
-                self.worker.save_kv_layer(layer)
+        if not self._wants_layers():
+            if not forward_fails:
+                self._fill(chosen, None)
+            return
+        for layer in range(self.context.spec.num_layers - forward_fails):
+            self.worker.wait_for_layer_load(layer)
+            self._fill(chosen, layer)
+            self.worker.save_kv_layer(layer)
+
+    def _wants_layers(self) -> bool:
+        if isinstance(self.worker, ChoosesLayerSteps):
+            return self._layerwise and self.worker.wants_layers()
+        return self._layerwise
+
+    def _fill(self, chosen: Sequence[tuple[_Live, int]], layer: int | None) -> None:
+        for live, num_tokens in chosen:
+            end = min(live.num_computed_tokens + num_tokens, len(live.token_ids))
+            positions = range(live.num_computed_tokens, end)
+            self.memory.fill(live.block_ids, live.token_ids, positions, live.salt, layer)
 
     def _take_report(self, output: ConnectorOutput) -> None:
         self.stats.add(output.stats)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -34,6 +36,11 @@ class TestMemory(Suite):
 
 class TestSharedStorage(Suite):
     connector = "shared_storage"
+
+
+class TestSharedStorageLayerwise(Suite):
+    connector = "shared_storage"
+    connector_options: ClassVar[Mapping[str, Any]] = {"layerwise": True}
 
 
 class TestRedis(Suite):

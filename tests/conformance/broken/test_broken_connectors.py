@@ -12,8 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import broken_directs
 import broken_stores
+import layerwise_stores
 from honest_direct import HonestDirect
 from honest_store import HonestStore
+from layerwise_stores import LayerwiseStore
 from origins import remember_origins
 from targets import DirectTarget, StoreTarget
 
@@ -27,7 +29,11 @@ from pdserve.connectors.testing.runner import Verdict, run_checks
 from pdserve.connectors.testing.target import ConformanceTarget
 from pdserve.connectors.testing.violations import RuleViolationError
 
-BROKEN: list[tuple[type[KVConnector], str]] = [*broken_stores.BROKEN, *broken_directs.BROKEN]
+BROKEN: list[tuple[type[KVConnector], str]] = [
+    *broken_stores.BROKEN,
+    *layerwise_stores.BROKEN,
+    *broken_directs.BROKEN,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +75,7 @@ def test_an_honest_connector_passes_in_any_order_and_between_engines(
     assert tested == {"R2": Verdict.PASS, "R9": Verdict.PASS}
 
 
-@pytest.mark.parametrize("connector", [HonestStore, HonestDirect])
+@pytest.mark.parametrize("connector", [HonestStore, LayerwiseStore, HonestDirect])
 def test_an_honest_connector_passes(connector: type[KVConnector], tmp_path: Path) -> None:
     verdicts = judge(connector, tmp_path)
     assert get_failures(verdicts) == {}

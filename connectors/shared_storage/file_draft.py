@@ -1,0 +1,71 @@
+"""One block's file, written piece by piece while the block is still being computed."""
+
+from __future__ import annotations
+
+import os
+
+from pdserve.connectors.blocks.block_format import HEADER_BYTES, BlockFormat
+from pdserve.connectors.shared_storage.block_file import write_all
+from pdserve.connectors.shared_storage.capacity import CapacityKeeper
+from pdserve.connectors.shared_storage.directory import BlockDirectory, UnpublishedFile
+from pdserve.kv_layout import BlockKey
+
+
+class FileDraft:
+    """A temporary file: the payload first, then the header in the room before it, then its name.
+
+    See `pdserve.connectors.blocks.store.BlockDraft`. Used by one writer thread at a time.
+
+    Args:
+        directory: where the file will be.
+        block_format: makes the header.
+        capacity: makes room.
+        key: the block's.
+    """
+
+    def __init__(
+        self, directory: BlockDirectory, block_format: BlockFormat, capacity: CapacityKeeper, key: BlockKey
+    ) -> None:
+        self._directory = directory
+        self._format = block_format
+        self._checksum = block_format.start_checksum(key)
+        self._file: UnpublishedFile | None = None
+        try:
+            capacity.make_room(block_format.value_bytes)
+            self._file = directory.create_file(key)
+            os.lseek(self._file.fd, HEADER_BYTES, os.SEEK_SET)
+        except OSError:
+            self.abandon()
+
+    def append(self, piece: memoryview) -> None:
+        """Write the next piece behind what is there."""
+        if self._file is None:
+            return
+        self._checksum.update(piece)
+        try:
+            write_all(self._file.fd, piece)
+        except OSError:
+            self.abandon()
+
+    def publish(self) -> bool:
+        """Write the header, and give the file its name."""
+        file, self._file = self._file, None
+        if file is None:
+            return False
+        try:
+            os.lseek(file.fd, 0, os.SEEK_SET)
+            write_all(file.fd, memoryview(self._format.build_header(file.key, self._checksum)))
+        except OSError:
+            self._directory.discard_file(file)
+            return False
+        try:
+            self._directory.publish_file(file)
+        except OSError:
+            return False
+        return True
+
+    def abandon(self) -> None:
+        """Remove the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            self._directory.discard_file(file)
