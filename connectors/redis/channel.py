@@ -114,8 +114,9 @@ class Channel:
         mark, text = self._read_line()
         if mark != b":":
             return self._read_failure(mark, text)
+        number = _parse_number(text)
         self._num_owed -= 1
-        return int(text)
+        return number
 
     def read_ok(self) -> Failure | None:
         """A reply that says no more than that the command was done.
@@ -140,7 +141,7 @@ class Channel:
         mark, text = self._read_line()
         if mark != b"$":
             return self._read_failure(mark, text)
-        length = int(text)
+        length = _parse_number(text)
         if length < 0:
             self._num_owed -= 1
             return Failure("missing", "the server does not have it any more")
@@ -216,3 +217,10 @@ class Channel:
         if remaining <= 0:
             raise TimeoutError
         return remaining
+
+
+def _parse_number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ProtocolError(f"{text[:20]!r} is no number") from error

@@ -139,7 +139,9 @@ def test_refusals_have_kinds_wherever_they_come(make_link, message: bytes, kind:
         assert failure.kind == kind
 
 
-@pytest.mark.parametrize("stream", [b"*1\r\n", b"$3\r\nabc\r\n", b"?\r\n", b"\r\n", b"x" * 10000])
+@pytest.mark.parametrize(
+    "stream", [b"*1\r\n", b"$3\r\nabc\r\n", b"?\r\n", b"\r\n", b"x" * 10000, b":0\t\n:0\r\n", b":\r\n"]
+)
 def test_what_no_server_says_ends_the_connection(make_link, stream: bytes) -> None:
     link = make_link()
     channel = link.expect(stream)
@@ -148,6 +150,15 @@ def test_what_no_server_says_ends_the_connection(make_link, stream: bytes) -> No
     channel.close()
     assert not link.pool.connection.is_connected
     assert link.pool.num_released == 1
+
+
+def test_a_length_that_is_no_number_ends_the_connection(make_link) -> None:
+    link = make_link()
+    channel = link.expect(b"$1x\r\n")
+    with pytest.raises(ProtocolError, match="no number"):
+        channel.read_value_length()
+    channel.close()
+    assert not link.pool.connection.is_connected
 
 
 def test_a_value_longer_than_announced(make_link) -> None:
