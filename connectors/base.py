@@ -7,6 +7,7 @@ messages: metadata down with each step, `ConnectorOutput` up.
 One step, in order (also on steps with no tokens, so that transfers progress while the engine idles)::
 
     scheduler half                                worker half
+    request_queued               a hand-off came, if heard
     get_num_new_matched_tokens   admission
     update_state_after_alloc     admission
     build_connector_metadata     end of schedule
@@ -45,6 +46,7 @@ class ConnectorFeatures:
         layerwise: it wants `save_kv_layer` and `wait_for_layer_load`; in all steps, unless its worker half is a
             `ChoosesLayerSteps`.
         cancels_sends: its scheduler half is a `CancelsSends`.
+        hears_of_queue: its scheduler half is a `HearsOfQueue`.
     """
 
     can_save: bool = False
@@ -52,6 +54,7 @@ class ConnectorFeatures:
     is_store: bool = False
     layerwise: bool = False
     cancels_sends: bool = False
+    hears_of_queue: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +292,20 @@ class CancelsSends(Protocol):
         Called by: the scheduler, when the router gives up a request that has ended here with its blocks held; at
         most once for each, and before its sending is reported. The report comes all the same. Unknown ids, and
         those whose sending has ended meanwhile, are ignored.
+        """
+        ...
+
+
+@runtime_checkable
+class HearsOfQueue(Protocol):
+    """A scheduler half that lets a producer know that somebody still waits for its turn to fetch KV."""
+
+    def request_queued(self, request: KVRequest) -> None:
+        """The request has been queued, and brings transfer parameters that it will redeem when its turn comes.
+
+        Called by: the scheduler, once for each such request, before its first lookup. From now on what is lent to it
+        is to be kept: until `update_state_after_alloc`, also with a count of 0, or `request_finished`, one of which
+        is called for every request. Must not: load anything, or promise that it can be loaded.
         """
         ...
 

@@ -16,7 +16,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pdserve.connectors.base import CancelsSends, ConnectorOutput, KVConnectorScheduler, MatchResult
+from pdserve.connectors.base import (
+    CancelsSends,
+    ConnectorOutput,
+    HearsOfQueue,
+    KVConnectorScheduler,
+    MatchResult,
+)
 from pdserve.engine.block_accounting import BlockHolding
 from pdserve.engine.config import SchedulerSettings
 from pdserve.engine.kv_cache_manager import KVCacheManager
@@ -105,6 +111,11 @@ class KVTransfers:
         return bool(self._loads or self._sends)
 
     # --- loads ------------------------------------------------------------------------------------------
+
+    def note_queued(self, request: Request) -> None:
+        """The request waits for its turn; KV that is lent to it elsewhere is to be kept until then."""
+        if request.kv.kv_transfer_params is not None and isinstance(self._connector, HearsOfQueue):
+            self._connector.request_queued(request.kv)
 
     def get_match(self, request: Request, num_local_tokens: int) -> MatchResult:
         """What the connector can load beyond the local hits, less the token that must be computed here."""

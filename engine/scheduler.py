@@ -114,6 +114,7 @@ class Scheduler:
         assert request.request_id not in self._requests, f"request id {request.request_id} is in use"
         self._requests[request.request_id] = request
         bisect.insort(self._waiting, request, key=self._order)
+        self._transfers.note_queued(request)
         self._is_stalled = False
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:

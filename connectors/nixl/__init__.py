@@ -10,6 +10,7 @@ machine: copies between processes over shared memory; several: TCP or what UCX f
       leases.py           who may read what, until when
       consumer.py         from a reference to verified blocks
       loads.py            one load under way
+      queued_transfers.py  transfers that wait for their turn to be loaded
       agent.py            NIXL, wrapped
       descriptors.py      blocks as NIXL addresses them
       pool_memory.py      blocks as bytes: checksums, wiping
@@ -41,7 +42,9 @@ if importlib.util.find_spec("nixl") is None:
 class NixlConnector:
     """Builds the two halves."""
 
-    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True, cancels_sends=True)
+    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(
+        can_save=True, can_load=True, cancels_sends=True, hears_of_queue=True
+    )
 
     @classmethod
     def build_scheduler(cls, context: ConnectorContext) -> NixlScheduler:

@@ -26,11 +26,11 @@ from pdserve.connectors.nixl.loads import ActiveLoad, Ending, Phase
 from pdserve.connectors.nixl.messages import Endpoint, Load, TransferReference
 from pdserve.connectors.nixl.pool_memory import PoolMemory
 from pdserve.connectors.nixl.producer import explain_difference
+from pdserve.connectors.nixl.queued_transfers import QueuedTransfers
 from pdserve.connectors.nixl.reads import ReadQueue
 from pdserve.connectors.nixl.report import TransferReport
 from pdserve.kv_layout import ModelIdentity
 
-_EXTENSIONS_A_LEASE = 4
 _READING_S = 0.002
 
 
@@ -101,12 +101,18 @@ class Consumer:
         self._clock = clock
         self._peers: dict[Endpoint, Peer] = {}
         self._loads: dict[str, tuple[Peer, ActiveLoad]] = {}
+        self._queued = QueuedTransfers(clock)
         self._reads = ReadQueue(agent, memory, identity.kv.block_size, timeout_s=timeout_s, clock=clock)
 
     # --- the engine's wishes ----------------------------------------------------------------------------------
 
+    def keep(self, reference: TransferReference) -> None:
+        """Give its producer signs of life until the transfer is loaded or released."""
+        self._queued.add(reference)
+
     def start(self, load: Load) -> None:
         """Begin a load; one whose request has a load under way is refused and counted."""
+        self._queued.remove(load.reference)
         if load.request_id in self._loads:
             self._report.count_failure("duplicate")
             return
@@ -133,6 +139,7 @@ class Consumer:
 
     def release(self, reference: TransferReference) -> None:
         """Tell the producer that nobody will come for a transfer; if it cannot be told, its lease ends by itself."""
+        self._queued.remove(reference)
         with contextlib.suppress(ValueError):
             self._get_peer(reference).channel.send(wire.Cancel(reference.transfer_id))
 
@@ -177,7 +184,8 @@ class Consumer:
     @property
     def next_due(self) -> float | None:
         """When `advance` must be called at the latest."""
-        return min((min(active.deadline, active.extend_at) for _, active in self._loads.values()), default=None)
+        dues = [min(active.deadline, active.extend_at) for _, active in self._loads.values()]
+        return min([*dues, *self._queued.dues], default=None)
 
     def advance(self) -> None:
         """Go on by a piece of a read; send signs of life; end what is late."""
@@ -189,6 +197,7 @@ class Consumer:
                 self._end_late(peer, active)
         for peer in self._peers.values():
             self._extend(peer, now)
+        self._extend_queued()
 
     def drop_all(self, reason: str) -> None:
         """Give everything up and disconnect. Reads that go on are stopped first."""
@@ -203,7 +212,7 @@ class Consumer:
         Raises:
             ValueError: the address is not one to connect to.
         """
-        key = Endpoint(reference.address, reference.generation)
+        key = reference.producer
         peer = self._peers.get(key)
         if peer is None:
             peer = self._peers[key] = Peer(key, self._open_channel(key))
@@ -248,7 +257,14 @@ class Consumer:
         if due:
             peer.channel.send(wire.Extend([active.transfer_id for active in due]))
         for active in due:
-            active.extend_at = now + active.load.reference.lease_s / _EXTENSIONS_A_LEASE
+            active.extend_at = now + active.load.reference.extension_interval_s
+
+    def _extend_queued(self) -> None:
+        """Signs of life of transfers that wait for their turn; one that is lost on the way is followed by others."""
+        for references in self._queued.take_due():
+            with contextlib.suppress(ValueError):
+                transfer_ids = [reference.transfer_id for reference in references]
+                self._get_peer(references[0]).channel.send(wire.Extend(transfer_ids))
 
     # --- one load ---------------------------------------------------------------------------------------------
 
@@ -259,7 +275,7 @@ class Consumer:
             return
         peer.channel.send(wire.Open(active.transfer_id, active.load.digest))
         active.phase = Phase.READING
-        active.extend_at = self._clock() + active.load.reference.lease_s / _EXTENSIONS_A_LEASE
+        active.extend_at = self._clock() + active.load.reference.extension_interval_s
         self._reads.add(active, remote)
 
     def _read_on(self) -> None:

@@ -6,8 +6,9 @@ exactly once: closed by its consumer, cancelled, or expired.
 ::
 
     offer ──> waiting ──open──> being read ──close──> ended
-                 │ └──cancel──────┤ └──cancel──> ended
-                 └─────expire─────┴────────────> ended, counted as expired
+               │ ^ └──cancel──────┤ ^ └──cancel──> ended
+               │ └─extend         │ └─extend
+               └───────expire─────┴──────────────> ended, counted as expired
 """
 
 from __future__ import annotations
@@ -131,10 +132,13 @@ class LeaseTable:
         lease.expires_at = self._clock() + self.lease_s
 
     def extend(self, transfer_id: str, reader: bytes) -> None:
-        """A sign of life of a lease's reader; anybody else's is ignored, and so is one that comes too late."""
+        """A sign of life of a lease's reader, or of who will be: the lease starts anew.
+
+        Ignored when somebody else reads, and when it comes too late.
+        """
         lease = self._leases.get(transfer_id)
         now = self._clock()
-        if lease is not None and lease.reader == reader and now < lease.expires_at:
+        if lease is not None and lease.reader in (None, reader) and now < lease.expires_at:
             lease.expires_at = now + self.lease_s
 
     def get_read(self, transfer_id: str, reader: bytes) -> Lease:

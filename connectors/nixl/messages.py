@@ -12,6 +12,8 @@ import msgspec
 from pdserve.connectors.nixl.options import CONNECTOR_NAME
 from pdserve.protocol import KVTransferParams
 
+_EXTENSIONS_A_LEASE = 4
+
 
 class Endpoint(msgspec.Struct, frozen=True):
     """A producer's worker half, as others reach it.
@@ -44,6 +46,16 @@ class TransferReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     address: str
     lease_s: Annotated[float, msgspec.Meta(gt=0)]
     block_ids: list[int]
+
+    @property
+    def producer(self) -> Endpoint:
+        """Who made it."""
+        return Endpoint(self.address, self.generation)
+
+    @property
+    def extension_interval_s(self) -> float:
+        """How often the producer is to get a sign of life."""
+        return self.lease_s / _EXTENSIONS_A_LEASE
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -95,6 +107,7 @@ class StepMetadata(msgspec.Struct, frozen=True):
         releases: transfers whose KV is not needed any more, and was not asked for.
         cancelled_loads: requests that ended while their load is under way.
         cancelled_offers: requests whose consumer will not come.
+        queued: transfers that will be asked for when their requests' turn comes.
     """
 
     offers: list[Offer] = []
@@ -102,11 +115,14 @@ class StepMetadata(msgspec.Struct, frozen=True):
     releases: list[TransferReference] = []
     cancelled_loads: list[str] = []
     cancelled_offers: list[str] = []
+    queued: list[TransferReference] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.offers or self.loads or self.releases or self.cancelled_loads or self.cancelled_offers)
+        return not any(
+            (self.offers, self.loads, self.releases, self.cancelled_loads, self.cancelled_offers, self.queued)
+        )
 
 
 def build_params(endpoint: Endpoint, offer: Offer, *, lease_s: float, num_bytes: int) -> KVTransferParams:

@@ -51,6 +51,13 @@ class NixlScheduler:
         self._releases: list[TransferReference] = []
         self._cancelled_loads: list[str] = []
         self._cancelled_offers: list[str] = []
+        self._queued: dict[str, TransferReference] = {}
+
+    def request_queued(self, request: KVRequest) -> None:
+        """Let the producer hear that the request waits, unless it gets its turn in the same step."""
+        reference = self._get_reference(request)
+        if reference is not None:
+            self._queued[request.request_id] = reference
 
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> MatchResult:
         """The rest of the prompt, when the request brings a reference that was not redeemed before.
@@ -75,6 +82,7 @@ class NixlScheduler:
         if reference is None:
             return
         self._redeemed.add(request.request_id)
+        self._queued.pop(request.request_id, None)
         if num_external_tokens <= 0:
             self._releases.append(reference)
             return
@@ -96,10 +104,15 @@ class NixlScheduler:
     def build_connector_metadata(self, plan: StepPlan) -> StepMetadata:
         """What was noted since the last step."""
         metadata = StepMetadata(
-            self._offers, self._loads, self._releases, self._cancelled_loads, self._cancelled_offers
+            self._offers,
+            self._loads,
+            self._releases,
+            self._cancelled_loads,
+            self._cancelled_offers,
+            list(self._queued.values()),
         )
         self._offers, self._loads, self._releases = [], [], []
-        self._cancelled_loads, self._cancelled_offers = [], []
+        self._cancelled_loads, self._cancelled_offers, self._queued = [], [], {}
         return metadata
 
     def update_from_output(self, output: ConnectorOutput) -> None:
@@ -116,6 +129,7 @@ class NixlScheduler:
         request_id = request.request_id
         reference = self._get_reference(request)
         if reference is not None:
+            self._queued.pop(request_id, None)
             self._releases.append(reference)
         if request_id in self._loading:
             self._loading.discard(request_id)

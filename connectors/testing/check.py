@@ -31,6 +31,7 @@ class Need(enum.Enum):
     LOAD = "load KV"
     STORE = "keep blocks in a store"
     DIRECT = "hold blocks for a consumer without being a store"
+    HEARS_OF_QUEUE = "hear of requests that wait for their turn"
     COMPOSE = "compose other connectors"
 
     def is_met(self, features: ConnectorFeatures, *, composes: bool) -> bool:
@@ -44,6 +45,8 @@ class Need(enum.Enum):
                 return features.is_store
             case Need.DIRECT:
                 return features.can_save and features.can_load and not features.is_store
+            case Need.HEARS_OF_QUEUE:
+                return features.hears_of_queue
             case Need.COMPOSE:
                 return composes
 

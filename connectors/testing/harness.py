@@ -24,6 +24,7 @@ from pdserve.connectors.base import (
     ConnectorOutput,
     ConnectorStats,
     FinishDecision,
+    HearsOfQueue,
     KVConnector,
     KVConnectorWorker,
     KVRequest,
@@ -124,11 +125,13 @@ class EngineHarness:
         adapter: str = "",
         params: KVTransferParams | None = None,
     ) -> KVRequest:
-        """A request arrives."""
+        """A request arrives, and waits for its turn."""
         hasher = BlockHasher(self.context.identity.fingerprint, cache_salt=salt, adapter=adapter)
         keys = hasher.block_keys(token_ids, self.context.spec.block_size)
         request = KVRequest(request_id, len(token_ids), tuple(keys), params)
         self._live[request_id] = _Live(request, tuple(token_ids), salt + adapter)
+        if params is not None and isinstance(self.scheduler, HearsOfQueue):
+            self.scheduler.request_queued(request)
         return request
 
     def lookup(self, request_id: str, num_local_tokens: int = 0) -> MatchResult:

@@ -32,6 +32,18 @@ def test_tokens_are_those_of_one_engine_and_decode_computes_no_prompt(dtype: str
     pair.close()
 
 
+def test_a_lease_lasts_as_long_as_decodes_queue(prompt_ids: list[list[int]]) -> None:
+    """The second request waits for the first one's last token, longer than a lease, and finds its KV all the same."""
+    params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    options = {"connector_options": {"lease_s": 1.0}}
+    pair = PDPair(connector="nixl", prefill=options, decode={**options, "max_num_seqs": 1})
+    found = pair.generate(prompt_ids[:2], params)
+    pair.settle()
+    assert pair.num_used_blocks == 0
+    pair.close()
+    assert [answer.num_external_tokens for answer in found] == [len(prompt) for prompt in prompt_ids[:2]]
+
+
 def test_answers_are_exact_when_no_lease_lasts(prompt_ids: list[list[int]]) -> None:
     """References lead nowhere: the prompts are computed again, to the same tokens."""
     prompts = prompt_ids[:3]

@@ -13,10 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import broken_directs
 import broken_stores
 import layerwise_stores
+import queue_directs
 from honest_direct import HonestDirect
 from honest_store import HonestStore
 from layerwise_stores import LayerwiseStore
 from origins import remember_origins
+from queue_directs import HonestQueue
 from targets import DirectTarget, StoreTarget
 
 from pdserve.connectors.base import KVConnector
@@ -33,6 +35,7 @@ BROKEN: list[tuple[type[KVConnector], str]] = [
     *broken_stores.BROKEN,
     *layerwise_stores.BROKEN,
     *broken_directs.BROKEN,
+    *queue_directs.BROKEN,
 ]
 
 
@@ -75,7 +78,7 @@ def test_an_honest_connector_passes_in_any_order_and_between_engines(
     assert tested == {"R2": Verdict.PASS, "R9": Verdict.PASS}
 
 
-@pytest.mark.parametrize("connector", [HonestStore, LayerwiseStore, HonestDirect])
+@pytest.mark.parametrize("connector", [HonestStore, LayerwiseStore, HonestDirect, HonestQueue])
 def test_an_honest_connector_passes(connector: type[KVConnector], tmp_path: Path) -> None:
     verdicts = judge(connector, tmp_path)
     assert get_failures(verdicts) == {}

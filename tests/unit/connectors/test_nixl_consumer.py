@@ -536,3 +536,48 @@ def test_checksums_are_little_endian_xxh3() -> None:
     kv_cache = build_pool(1.0)
     expected = xxhash.xxh3_64_intdigest(kv_cache[3].view(torch.int16).numpy().tobytes())
     assert PoolMemory(kv_cache, TINY_SPEC).get_checksums([3]).tobytes() == np.uint64(expected).tobytes()
+
+
+def test_a_queued_transfer_gets_signs_of_life_until_it_is_loaded(desk: Desk) -> None:
+    load = desk.build_load()
+    desk.consumer.keep(load.reference)
+    for _ in range(3):
+        desk.consumer.advance()
+        assert desk.sent[-1:] == [wire.Extend([load.reference.transfer_id])]
+        desk.consumer.advance()
+        assert desk.sent == []
+        assert desk.consumer.next_due == desk.now + LEASE_S / 4
+        desk.now += LEASE_S / 4
+    desk.start(load)
+    desk.read_all()
+    desk.close()
+    assert desk.take().finished_receiving == {"d"}
+    assert desk.consumer.next_due is None
+
+
+def test_a_queued_transfer_that_is_released_gets_no_more_signs_of_life(desk: Desk) -> None:
+    reference = desk.build_load().reference
+    desk.consumer.keep(reference)
+    desk.consumer.advance()
+    desk.consumer.release(reference)
+    assert desk.sent[-1] == wire.Cancel(reference.transfer_id)
+    desk.now += LEASE_S
+    desk.consumer.advance()
+    assert desk.sent == []
+    assert desk.consumer.next_due is None
+
+
+def test_a_producer_lost_meanwhile_is_asked_again_for_a_queued_transfer(desk: Desk) -> None:
+    reference = desk.build_load().reference
+    desk.consumer.keep(reference)
+    desk.consumer.advance()
+    desk.consumer.lose(PRODUCER, "cut")
+    desk.now += LEASE_S / 4
+    desk.consumer.advance()
+    assert desk.sent == [wire.Hello(IDENTITY), wire.Extend([reference.transfer_id])]
+
+
+def test_a_queued_transfer_of_a_producer_that_is_not_allowed_does_no_harm(desk: Desk) -> None:
+    desk.consumer.keep(desk.build_load(address="tcp://10.0.0.1:4000").reference)
+    desk.consumer.advance()
+    assert desk.channels == {}

@@ -138,6 +138,19 @@ def test_a_sign_of_life_that_comes_too_late_does_not_revive(table: LeaseTable, c
     assert len(table.take_expired()) == 1
 
 
+def test_a_lease_that_nobody_has_opened_is_extended_by_who_waits_for_it(table: LeaseTable, clock: Clock) -> None:
+    offer = make_offer(0)
+    table.add(offer)
+    for _ in range(5):
+        clock.now += LEASE_S - 1
+        table.extend(offer.transfer_id, b"a")
+    table.open(offer.transfer_id, b"prompt", b"b")
+    clock.now += LEASE_S - 1
+    table.extend(offer.transfer_id, b"a")
+    clock.now += 1
+    assert [lease.offer for lease in table.take_expired()] == [offer]
+
+
 def test_every_expired_entry_is_reaped_whatever_its_place(table: LeaseTable, clock: Clock) -> None:
     for serial in range(6):
         table.add(make_offer(serial))
@@ -185,8 +198,8 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(serial=st.integers(0, 6), reader=st.sampled_from([b"a", b"b"]))
     def extend(self, serial: int, reader: bytes) -> None:
         self.table.extend(make_offer(serial).transfer_id, reader)
-        if self._is_live(serial) and self.model[serial][1] == reader:
-            self.model[serial] = (self.clock.now + LEASE_S, reader)
+        if self._is_live(serial) and self.model[serial][1] in (None, reader):
+            self.model[serial] = (self.clock.now + LEASE_S, self.model[serial][1])
 
     @rule(serial=st.integers(0, 6), reader=st.sampled_from([b"a", b"b"]))
     def close(self, serial: int, reader: bytes) -> None:

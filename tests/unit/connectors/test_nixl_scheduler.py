@@ -8,7 +8,15 @@ import pytest
 
 pytest.importorskip("nixl")
 
-from pdserve.connectors.base import CancelsSends, ConnectorOutput, FinishDecision, KVRequest, MatchResult, StepPlan
+from pdserve.connectors.base import (
+    CancelsSends,
+    ConnectorOutput,
+    FinishDecision,
+    HearsOfQueue,
+    KVRequest,
+    MatchResult,
+    StepPlan,
+)
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.connectors.nixl.messages import Endpoint, StepMetadata, read_params
 from pdserve.connectors.nixl.scheduler import NixlScheduler
@@ -185,6 +193,43 @@ def test_nothing_is_kept_of_requests_that_have_ended(consumer: NixlScheduler, pa
         consumer.request_finished(request, [20, 21, 22, 23], 0, handoff=False)
         consumer.build_connector_metadata(IDLE)
     assert (consumer._redeemed, consumer._loading) == (set(), set())
+
+
+def test_a_request_that_stays_queued_goes_to_the_workers_once(
+    consumer: NixlScheduler, params: KVTransferParams
+) -> None:
+    assert NixlConnector.features.hears_of_queue
+    assert isinstance(consumer, HearsOfQueue)
+    request = make_request("d", params=params)
+    consumer.request_queued(request)
+    assert consumer.build_connector_metadata(IDLE) == StepMetadata(queued=[read_params(params)])
+    assert consumer.build_connector_metadata(IDLE).is_empty
+    consumer.request_finished(request, [], 0, handoff=False)
+    assert consumer.build_connector_metadata(IDLE) == StepMetadata(releases=[read_params(params)])
+
+
+@pytest.mark.parametrize("num_external_tokens", [0, len(PROMPT)])
+def test_a_request_whose_turn_comes_at_once_is_not_told_as_queued(
+    consumer: NixlScheduler, params: KVTransferParams, num_external_tokens: int
+) -> None:
+    request = make_request("d", params=params)
+    consumer.request_queued(request)
+    consumer.update_state_after_alloc(request, [20, 21, 22, 23], 0, num_external_tokens)
+    assert consumer.build_connector_metadata(IDLE).queued == []
+
+
+def test_a_request_that_ends_in_the_step_it_came_in_is_not_told_as_queued(
+    consumer: NixlScheduler, params: KVTransferParams
+) -> None:
+    request = make_request("d", params=params)
+    consumer.request_queued(request)
+    consumer.request_finished(request, [], 0, handoff=False)
+    assert consumer.build_connector_metadata(IDLE) == StepMetadata(releases=[read_params(params)])
+
+
+def test_a_request_without_a_reference_of_this_connector_is_not_told_as_queued(consumer: NixlScheduler) -> None:
+    consumer.request_queued(make_request("d", params=KVTransferParams(connector="other", transfer_id="t")))
+    assert consumer.build_connector_metadata(IDLE).is_empty
 
 
 def test_a_send_that_is_cancelled_goes_to_the_workers_once(producer: NixlScheduler) -> None:

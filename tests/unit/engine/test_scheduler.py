@@ -220,7 +220,7 @@ def test_late_duplicate_and_unknown_reports_change_nothing() -> None:
     h.step(ConnectorOutput(finished_receiving={"d"}, finished_sending={"d"}))
     h.run_until_idle()
     assert h.num_used_blocks == 0
-    assert h.stats.transfer_failures.labels("late_report")._value.get() == 4
+    assert h.stats.transfers.failures.labels("null", "late_report")._value.get() == 4
 
 
 def test_held_blocks_come_back_when_they_are_reported_sent() -> None:
@@ -384,6 +384,19 @@ def test_abort_of_a_held_hand_off_is_passed_to_a_connector_that_cancels() -> Non
     assert h.num_used_blocks == 3  # until the connector reports
     h.step(ConnectorOutput(finished_sending={"p"}, failed_sending={"p"}))
     assert h.num_used_blocks == 0
+
+
+def test_a_connector_that_hears_of_the_queue_is_told_of_hand_offs_once() -> None:
+    h = SchedulerHarness(max_num_seqs=1)
+    queued: list[str] = []
+    h.connector.request_queued = lambda request: queued.append(request.request_id)  # type: ignore[attr-defined]
+    h.add("plain", range(10, 19), max_tokens=3)
+    h.add("d", range(20, 29), output=[77], params=PARAMS, max_tokens=2)
+    assert queued == ["d"]
+    for _ in range(6):
+        h.step()
+    assert [name for name, _, _ in h.connector.allocated] == ["plain", "d"]
+    assert queued == ["d"]
 
 
 def test_abort_of_a_held_hand_off_without_such_a_connector_waits_for_its_report() -> None:
