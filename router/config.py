@@ -58,6 +58,14 @@ class PoolSettings:
         None, help="Redis where instances announce themselves, like redis://host:6379/0", metavar="URL"
     )
     discovery_interval_s: float = setting(1.0, help="how often the file or Redis is looked at", minimum=0.05)
+    curve_secret_key: str | None = setting(
+        None, help="this router's .secret file (pdserve keys curve): connections are encrypted", metavar="PATH"
+    )
+    curve_peer_keys: str | None = setting(
+        None,
+        help="public keys of the instances, called HOST:PORT or HOST, or one key of all; read again when it changes",
+        metavar="PATH",
+    )
     prefill_policy: str = setting("least_loaded", help=_POLICY_HELP.format("prefill"), metavar="NAME")
     decode_policy: str = setting("least_loaded", help=_POLICY_HELP.format("decode"), metavar="NAME")
     cache_events: bool = setting(

@@ -16,6 +16,7 @@ import zmq.asyncio
 
 from pdserve.errors import UnavailableError
 from pdserve.kv_layout import ModelIdentity
+from pdserve.peers.curve import read_curve
 from pdserve.protocol import CacheEvents, InstanceLimits, Role
 from pdserve.router.config import PoolSettings
 from pdserve.router.health import HealthSettings
@@ -64,6 +65,9 @@ class Fleet:
         metrics: counts.
         uses_prefixes: whether somebody asks what decode instances have in their prefix caches.
 
+    Raises:
+        ConfigError: a key file is wrong.
+
     Attributes:
         prefill: the prefill pool; without instances decode does everything.
         decode: the decode pool.
@@ -85,6 +89,7 @@ class Fleet:
         self._metrics = metrics
         self._uses_prefixes = uses_prefixes
         self.prefix_memory = PrefixMemory()
+        self._curve = read_curve(settings.curve_secret_key, settings.curve_peer_keys)
         self._context = zmq.asyncio.Context()
         self._changed = asyncio.Event()
         self._has_started = False
@@ -167,6 +172,7 @@ class Fleet:
                 settings.heartbeat_timeout_s,
                 wants_cache_events=settings.cache_events and asks_for_prefixes,
                 health=HealthSettings(settings.max_faults, settings.ejection_s, settings.slow_start_s),
+                curve=self._curve,
             ),
         )
 

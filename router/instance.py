@@ -23,6 +23,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.errors import OverloadedError
+from pdserve.peers.curve import Curve, UnknownPeerError
 from pdserve.protocol import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -42,6 +43,7 @@ from pdserve.protocol import (
     encode,
 )
 from pdserve.router.config import endpoint_of
+from pdserve.router.connection import build_socket, find_refusal, watch
 from pdserve.router.health import HealthSettings, InstanceHealth
 from pdserve.router.instance_tally import InstanceTally
 from pdserve.router.leg import InstanceLostError, Leg
@@ -64,12 +66,14 @@ class SessionSettings:
         heartbeat_timeout_s: silence that counts as loss.
         wants_cache_events: ask the instance to tell what its prefix cache holds.
         health: when it is trusted with work.
+        curve: keys; None = connections are not encrypted.
     """
 
     heartbeat_interval_s: float
     heartbeat_timeout_s: float
     wants_cache_events: bool = False
     health: HealthSettings = field(default_factory=HealthSettings)
+    curve: Curve | None = None
 
 
 class InstanceObserver(Protocol):
@@ -237,22 +241,10 @@ class Instance:
             self._end_session("the router's session with it ended")
 
     async def _run_session(self) -> None:
-        socket = self._context.socket(zmq.DEALER)
+        socket = self._open_socket()
         monitor: zmq.asyncio.Socket | None = None
         try:
-            # Everything in flight is bounded by the requests in flight; a high-water mark would drop tokens.
-            for option, value in (
-                (zmq.LINGER, 0),
-                (zmq.IMMEDIATE, 1),
-                (zmq.RECONNECT_IVL, -1),
-                (zmq.SNDHWM, 0),
-                (zmq.RCVHWM, 0),
-            ):
-                socket.setsockopt(option, value)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-            monitor = socket.get_monitor_socket(
-                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-            )
+            monitor = watch(socket)
             self._socket = socket
             self._session = uuid.uuid4().hex
             socket.connect(endpoint_of(self.address))
@@ -270,6 +262,14 @@ class Instance:
                 monitor.close(linger=0)
             # Lets the Goodbye leave when the connection still stands.
             socket.close(linger=100)
+
+    def _open_socket(self) -> zmq.asyncio.Socket:
+        address = endpoint_of(self.address).removeprefix("tcp://")
+        try:
+            return build_socket(self._context, self._settings.curve, address)
+        except UnknownPeerError as error:
+            self._log_refused(str(error))
+            raise SessionEndedError(str(error)) from None
 
     def _end_session(self, reason: str) -> None:
         self.last_problem = reason
@@ -289,8 +289,12 @@ class Instance:
             event = (await recv_monitor_message(monitor))["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 connected.set()
-            else:
-                raise SessionEndedError("the connection broke" if connected.is_set() else "no connection")
+                continue
+            reason = find_refusal(event)
+            if reason is not None:
+                self._log_refused(reason)
+                raise SessionEndedError(reason)
+            raise SessionEndedError("the connection broke" if connected.is_set() else "no connection")
 
     async def _keep_alive(self, connected: asyncio.Event) -> None:
         """Say Hello, first and at intervals; end the session when nothing has come for too long."""

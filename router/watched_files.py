@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pdserve.errors import ConfigError
+from pdserve.file_stamp import FileStamp, read_stamp
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +53,5 @@ class WatchedFiles:
         else:
             logger.info("%s read again", self._what)
 
-    def _read_stamps(self) -> list[tuple[int, int, int] | None]:
-        """For each file what changes when it is written or replaced; None while it is not there."""
-        return [_read_stamp(path) for path in self._paths]
-
-
-def _read_stamp(path: Path) -> tuple[int, int, int] | None:
-    with contextlib.suppress(OSError):
-        found = path.stat()
-        return found.st_mtime_ns, found.st_size, found.st_ino
-    return None
+    def _read_stamps(self) -> list[FileStamp | None]:
+        return [read_stamp(path) for path in self._paths]

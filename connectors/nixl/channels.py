@@ -6,6 +6,7 @@ from pdserve.connectors.nixl.consumer import Consumer
 from pdserve.connectors.nixl.messages import Endpoint
 from pdserve.connectors.nixl.side_channel import InvalidMessageError, ProducerChannel, Sockets
 from pdserve.peers.addresses import AllowedPeers
+from pdserve.peers.curve import Curve
 
 
 class ProducerChannels:
@@ -14,11 +15,13 @@ class ProducerChannels:
     Args:
         sockets: of the transfer thread.
         allowed: addresses that may be connected to.
+        curve: keys; None = connections are not encrypted.
     """
 
-    def __init__(self, sockets: Sockets, allowed: AllowedPeers) -> None:
+    def __init__(self, sockets: Sockets, allowed: AllowedPeers, curve: Curve | None = None) -> None:
         self._sockets = sockets
         self._allowed = allowed
+        self._curve = curve
         self._channels: dict[Endpoint, ProducerChannel] = {}
 
     def open(self, producer: Endpoint) -> ProducerChannel:
@@ -27,7 +30,7 @@ class ProducerChannels:
         Raises:
             ValueError: the address is not one to connect to.
         """
-        channel = ProducerChannel(self._sockets, producer.address, self._allowed)
+        channel = ProducerChannel(self._sockets, producer.address, self._allowed, self._curve)
         self._channels[producer] = channel
         return channel
 

@@ -9,10 +9,14 @@ from typing import Any
 from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.blocks.options import Parser, parse_seconds, parse_text, parse_values
 from pdserve.errors import ConfigError
+from pdserve.peers.curve import Curve, Flags, read_curve
 
 CONNECTOR_NAME = "nixl"
 _LOOPBACK_NETWORKS = ("127.0.0.0/8", "::1/128")
 _LOOPBACK_DEVICE = "lo"
+_CURVE_FLAGS = Flags(
+    f"connector {CONNECTOR_NAME}: option curve_secret_key", f"connector {CONNECTOR_NAME}: option curve_peer_keys"
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class NixlOptions:
         allowed_peers: addresses and networks that KV is exchanged with.
         lease_s: blocks wait this long for a consumer's first or next sign of life.
         answer_timeout_s: an answer or a piece of KV that takes longer ends the load.
+        curve: keys of this engine and of those that KV is exchanged with; None = the side channel is not encrypted.
     """
 
     host: str = "127.0.0.1"
@@ -35,6 +40,7 @@ class NixlOptions:
     allowed_peers: tuple[str, ...] = _LOOPBACK_NETWORKS
     lease_s: float = 60.0
     answer_timeout_s: float = 5.0
+    curve: Curve | None = None
 
     @property
     def ucx_devices(self) -> str | None:
@@ -54,10 +60,12 @@ def parse_options(context: ConnectorContext) -> NixlOptions:
     """Validate ``context.options``.
 
     Raises:
-        ConfigError: an option is unknown or ill-typed, or the host can be reached by nobody who is allowed to.
+        ConfigError: an option is unknown or ill-typed, the host can be reached by nobody who is allowed to, or a key
+            file is wrong.
     """
     values = parse_values(CONNECTOR_NAME, context, _PARSERS)
-    options = NixlOptions(**values)
+    curve = read_curve(values.pop("curve_secret_key", None), values.pop("curve_peer_keys", None), _CURVE_FLAGS)
+    options = NixlOptions(curve=curve, **values)
     if not ipaddress.ip_address(options.host).is_loopback and "allowed_peers" not in values:
         raise ConfigError(
             f"connector {CONNECTOR_NAME}: option host={options.host} lets other machines in; say which ones, for "
@@ -104,4 +112,6 @@ _PARSERS: dict[str, Parser] = {
     "allowed_peers": _parse_peers,
     "lease_s": _parse_positive_seconds,
     "answer_timeout_s": _parse_positive_seconds,
+    "curve_secret_key": parse_text,
+    "curve_peer_keys": parse_text,
 }

@@ -18,6 +18,8 @@ from pdserve.connectors.nixl import wire
 from pdserve.connectors.nixl.options import CONNECTOR_NAME, NixlOptions
 from pdserve.errors import ConfigError
 from pdserve.peers.addresses import AllowedPeers
+from pdserve.peers.curve import Curve, UnknownPeerError
+from pdserve.peers.gate import Gate
 
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 4000
@@ -49,8 +51,9 @@ class ProducerSocket:
     """
 
     def __init__(self, sockets: Sockets, options: NixlOptions) -> None:
-        self._allowed = AllowedPeers(options.allowed_peers)
+        gate = Gate(sockets.context, allowed_peers=AllowedPeers(options.allowed_peers), curve=options.curve)
         self._socket = sockets.context.socket(zmq.ROUTER)
+        gate.guard(self._socket)
         _configure(self._socket, options.host)
         try:
             self._socket.bind(options.bind_address)
@@ -67,8 +70,8 @@ class ProducerSocket:
         """Everything that has come: who sent it, and the message; None for what is not to be answered."""
         with contextlib.suppress(zmq.Again):
             while True:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                yield frames[0].bytes, self._decode(frames)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                yield frames[0], self._decode(frames)
 
     def send(self, reader: bytes, message: wire.ProducerMessage) -> None:
         """Send to one consumer; dropped when it is gone."""
@@ -79,11 +82,11 @@ class ProducerSocket:
         """Stop listening; what was sent before still goes out."""
         self._socket.close(linger=_CLOSE_LINGER_MS)
 
-    def _decode(self, frames: list[zmq.Frame]) -> wire.ConsumerMessage | None:
-        if len(frames) != 2 or str(frames[1].get("Peer-Address")) not in self._allowed:
+    def _decode(self, frames: list[bytes]) -> wire.ConsumerMessage | None:
+        if len(frames) != 2:
             return None
         try:
-            return wire.decode_consumer_message(frames[1].bytes)
+            return wire.decode_consumer_message(frames[1])
         except msgspec.DecodeError:
             return None
 
@@ -95,16 +98,23 @@ class ProducerChannel:
         sockets: of the transfer thread; the channel is in their poller until it is closed.
         address: from a reference.
         allowed: addresses that may be connected to.
+        curve: keys; None = the connection is not encrypted.
 
     Raises:
         ValueError: the address is not one to connect to.
     """
 
-    def __init__(self, sockets: Sockets, address: str, allowed: AllowedPeers) -> None:
+    def __init__(self, sockets: Sockets, address: str, allowed: AllowedPeers, curve: Curve | None = None) -> None:
         host = _check_address(address, allowed)
         self.is_closed = False
         self._poller = sockets.poller
         self._socket = sockets.context.socket(zmq.DEALER)
+        try:
+            if curve is not None:
+                curve.secure_connecting(self._socket, address.removeprefix("tcp://"))
+        except UnknownPeerError as error:
+            self._socket.close(linger=0)
+            raise ValueError(str(error)) from None
         _configure(self._socket, host)
         self._monitor = self._socket.get_monitor_socket(_LOST_EVENTS)
         self._poller.register(self._socket, zmq.POLLIN)

@@ -70,7 +70,7 @@ class NixlWorker:
         except ConfigError:
             sockets.context.destroy(linger=0)
             raise
-        channels = ProducerChannels(sockets, AllowedPeers(self._options.allowed_peers))
+        channels = ProducerChannels(sockets, AllowedPeers(self._options.allowed_peers), self._options.curve)
         self._memory = memory
         self._consumer = Consumer(
             self._context.identity,

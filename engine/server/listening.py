@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import socket
 from dataclasses import asdict, dataclass
@@ -11,14 +12,43 @@ from pathlib import Path
 
 import zmq
 
+from pdserve.engine.server.settings import InstanceSettings
 from pdserve.errors import ConfigError
+from pdserve.peers.addresses import AllowedPeers, is_loopback
+from pdserve.peers.curve import read_curve
+from pdserve.peers.gate import Gate
 from pdserve.protocol import MAX_FRAME_BYTES
+
+logger = logging.getLogger(__name__)
 
 _HIGH_WATER_MARK = 8192
 _LINGER_MS = 1000
 
 
-def bind_router_socket(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> tuple[zmq.Socket[bytes], int]:
+def build_gate(context: zmq.Context[zmq.Socket[bytes]], settings: InstanceSettings) -> Gate | None:
+    """Lets in only the routers that the settings allow; None where they allow all.
+
+    Raises:
+        ConfigError: a key file or an address is wrong.
+    """
+    curve = read_curve(settings.curve_secret_key, settings.curve_peer_keys)
+    try:
+        allowed_peers = AllowedPeers(settings.allowed_peers) if settings.allowed_peers else None
+    except ValueError as error:
+        raise ConfigError(f"--allowed-peers: {error}") from None
+    if curve is None and not is_loopback(settings.host):
+        logger.warning(
+            "whoever reaches port %s of %s may use this instance, and what it sends can be read on its way: give "
+            "--curve-secret-key and --curve-peer-keys", settings.port, settings.host
+        )  # fmt: skip
+    if curve is None and allowed_peers is None:
+        return None
+    return Gate(context, allowed_peers=allowed_peers, curve=curve)
+
+
+def bind_router_socket(
+    context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, gate: Gate | None = None
+) -> tuple[zmq.Socket[bytes], int]:
     """The ROUTER socket that routers connect to, and the port it got.
 
     A send to a peer that is gone or does not read fails instead of being dropped in silence: a token stream
@@ -28,6 +58,8 @@ def bind_router_socket(context: zmq.Context[zmq.Socket[bytes]], host: str, port:
         ConfigError: the port is taken or the address is not one of this machine.
     """
     bound = context.socket(zmq.ROUTER)
+    if gate is not None:
+        gate.guard(bound)
     bound.setsockopt(zmq.ROUTER_MANDATORY, 1)
     bound.setsockopt(zmq.LINGER, _LINGER_MS)
     bound.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)

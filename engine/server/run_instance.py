@@ -27,7 +27,7 @@ from pdserve.engine.server.counters import ServerCounters
 from pdserve.engine.server.http_port import HttpPort, build_app
 from pdserve.engine.server.inbox import Inbox, Page
 from pdserve.engine.server.instance_server import InstanceServer, Phase
-from pdserve.engine.server.listening import ReadyNote, bind_http_socket, bind_router_socket, url_host
+from pdserve.engine.server.listening import ReadyNote, bind_http_socket, bind_router_socket, build_gate, url_host
 from pdserve.engine.server.settings import InstanceConfig
 from pdserve.engine.server.signals import DrainOnSignal
 from pdserve.engine.server.socket_thread import SocketThread
@@ -83,7 +83,8 @@ class _Instance:
     def run(self) -> int:
         settings = self._config.instance
         context = zmq.Context[zmq.Socket[bytes]]()
-        router_socket, port = bind_router_socket(context, settings.host, settings.port)
+        gate = build_gate(context, settings)
+        router_socket, port = bind_router_socket(context, settings.host, settings.port, gate)
         try:
             http_socket = bind_http_socket(settings.host, settings.resolve_http_port())
             try:

@@ -40,6 +40,15 @@ class InstanceSettings:
     advertise_host: str | None = setting(
         None, help="host that routers connect to; default: --host, or this machine's name for 0.0.0.0", metavar="HOST"
     )
+    curve_secret_key: str | None = setting(
+        None, help="this instance's .secret file (pdserve keys curve): routers connect encrypted", metavar="PATH"
+    )
+    curve_peer_keys: str | None = setting(
+        None, help="public keys of the routers that may connect, read again when the file changes", metavar="PATH"
+    )
+    allowed_peers: list[str] = setting(
+        [], help="addresses or networks that routers may connect from; default: all", metavar="NETWORK"
+    )
     debug_blocks: bool = setting(False, help="serve GET /debug/blocks: who holds which KV block, and since when")
     watchdog_interval_s: float = setting(
         0.0, help="compare KV blocks with their holders this often and tell of mistakes; 0 = never", minimum=0

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 import zmq.asyncio
 
+from pdserve.peers.curve import Curve, read_curve
+from pdserve.peers.curve_keys import make_key_pair
+from pdserve.peers.gate import Gate
 from pdserve.protocol import (
     AbortRequests,
     AddRequest,
@@ -63,8 +67,9 @@ class Watcher:
 class Other:
     """The instance's end."""
 
-    def __init__(self, context: zmq.asyncio.Context) -> None:
+    def __init__(self, context: zmq.asyncio.Context, curve: Curve | None = None) -> None:
         self.context = context
+        self.gate = None if curve is None else Gate(context, allowed_peers=None, curve=curve)
         self.peer = b""
         self.session = ""
         self.open("tcp://127.0.0.1:*")
@@ -73,6 +78,8 @@ class Other:
     def open(self, endpoint: str) -> None:
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        if self.gate is not None:
+            self.gate.guard(self.socket)
         self.socket.bind(endpoint)
 
     async def receive(self, kind: type[Any]) -> Any:
@@ -97,18 +104,24 @@ def build_ready(session: str) -> Ready:
     return replay.ready(session)
 
 
-def with_session(test: Callable[[Instance, Other, Watcher], Awaitable[None]], timeout_s: float = 5.0) -> None:
+def with_session(
+    test: Callable[[Instance, Other, Watcher], Awaitable[None]],
+    timeout_s: float = 5.0,
+    *,
+    own: Curve | None = None,
+    theirs: Curve | None = None,
+) -> None:
     async def main() -> None:
         async with asyncio.timeout(20):
             context = zmq.asyncio.Context()
-            other, watcher = Other(context), Watcher()
+            other, watcher = Other(context, theirs), Watcher()
             instance = Instance(
                 other.endpoint,
                 Role.DECODE,
                 router_id="r",
                 context=context,
                 observer=watcher,
-                settings=SessionSettings(heartbeat_interval_s=0.05, heartbeat_timeout_s=timeout_s),
+                settings=SessionSettings(heartbeat_interval_s=0.05, heartbeat_timeout_s=timeout_s, curve=own),
             )
             running = asyncio.create_task(instance.run())
             try:
@@ -262,3 +275,58 @@ def test_goodbye_at_the_end() -> None:
             await asyncio.to_thread(context.term)
 
     asyncio.run(main())
+
+
+def read(directory: Path, own: str, peer: str) -> Curve:
+    curve = read_curve(str(directory / f"{own}.secret"), str(directory / f"{peer}.public"))
+    assert curve is not None
+    return curve
+
+
+def test_session_goes_over_curve(tmp_path: Path) -> None:
+    for name in ("router", "instance"):
+        make_key_pair(name, tmp_path)
+
+    async def test(instance: Instance, other: Other, watcher: Watcher) -> None:
+        await other.accept()
+        await until(lambda: instance.is_usable)
+        instance.start_leg(add_request("a"))
+        assert (await other.receive(AddRequest)).request_id == "a"
+
+    with_session(test, own=read(tmp_path, "router", "instance"), theirs=read(tmp_path, "instance", "router"))
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "reason"),
+    [
+        (("stranger", "instance"), ("instance", "router"), "it takes neither this router's key nor its address"),
+        (("router", "stranger"), ("instance", "router"), "no handshake: its CURVE key is another one"),
+        (None, ("instance", "router"), "or only one side has keys"),
+        (("router", "instance"), None, "or only one side has keys"),
+    ],
+)
+def test_without_the_right_keys_there_is_no_session_and_a_reason(
+    own: tuple[str, str] | None, theirs: tuple[str, str] | None, reason: str, tmp_path: Path
+) -> None:
+    for name in ("router", "instance", "stranger"):
+        make_key_pair(name, tmp_path)
+
+    async def test(instance: Instance, other: Other, watcher: Watcher) -> None:
+        await until(lambda: instance.last_problem)
+        assert reason in instance.last_problem
+        assert instance.ready is None
+        assert not await other.socket.poll(0)
+
+    with_session(test, own=own and read(tmp_path, *own), theirs=theirs and read(tmp_path, *theirs))
+
+
+def test_address_without_a_key_is_not_connected_to(tmp_path: Path) -> None:
+    make_key_pair("router", tmp_path)
+    (tmp_path / "some.public").write_text(f"10.0.0.1 {'1' * 64}\n10.0.0.2 {'2' * 64}\n")
+
+    async def test(instance: Instance, other: Other, watcher: Watcher) -> None:
+        await until(lambda: instance.last_problem)
+        assert "has no key called 127.0.0.1:" in instance.last_problem
+        assert not await other.socket.poll(0)
+
+    with_session(test, own=read(tmp_path, "router", "some"))

@@ -22,6 +22,7 @@ ENGINE = """
 INSTANCE = """
     --host --port --http-port --instance-id --drain-timeout-s --session-timeout-s --heartbeat-interval-s
     --debug-blocks --watchdog-interval-s --max-transfer-age-s --discovery --advertise-host --log-level --ready-file
+    --curve-secret-key --curve-peer-keys --allowed-peers
 """
 ROUTING = """
     --prefill-policy --decode-policy --disaggregation-threshold-tokens --max-tries --prefill-wait-s
@@ -33,7 +34,7 @@ ROUTING = """
 ROUTER = """
     --host --port --ready-file --shutdown-timeout-s --log-level --model --served-model-name
     --prefill --decode --heartbeat-interval-s --heartbeat-timeout-s
-    --instances-file --discovery --discovery-interval-s
+    --instances-file --discovery --discovery-interval-s --curve-secret-key --curve-peer-keys
 """
 DOCTOR = "--router --timeout-s"
 UP = "--prefill --decode --host --port --ask --pin --log-level --drain-timeout-s"

@@ -168,9 +168,11 @@ def test_help_shows_groups_defaults_and_examples(capsys: pytest.CaptureFixture[s
 
 
 def test_secrets_are_masked_where_settings_are_described() -> None:
-    config = Root(wire=Wire(connector_options={"password": "x", "host": "y"}))
+    options = {"password": "x", "host": "y", "url": "redis://me:x@h:1/0"}
+    config = Root(wire=Wire(connector_options=options, host="http://me:x@h/p?q=a@b"))
     described = describe_settings(config)
-    assert described["wire.connector_options"] == {"password": "***", "host": "y"}
+    assert described["wire.connector_options"] == {"password": "***", "host": "y", "url": "redis://***@h:1/0"}
+    assert described["wire.host"] == "http://***@h/p?q=a@b"
     assert described["shape.max_num_seqs"] == 64
     assert "shape.limit" not in described
 

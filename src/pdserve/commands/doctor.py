@@ -11,6 +11,7 @@ from pdserve.doctor.facts import Deployment
 from pdserve.doctor.findings import Finding
 from pdserve.doctor.probe import probe_deployment
 from pdserve.errors import ConfigError
+from pdserve.peers.curve import read_curve
 from pdserve.router.config import RouterSettings, endpoint_of
 from pdserve.settings import load_settings, section, setting
 
@@ -59,6 +60,7 @@ def run(argv: Sequence[str]) -> int:
         [_address_of(address) for address in pools.decode],
         timeout_s=config.doctor.timeout_s,
         api_key=env.get_api_key(),
+        curve=read_curve(pools.curve_secret_key, pools.curve_peer_keys),
     )
     findings = run_checks(deployment)
     print(describe(deployment, findings))

@@ -62,7 +62,7 @@ class UpConfig:
         exclude=(
             *("host", "port", "ready_file", "shutdown_timeout_s", "model", "served_model_name"),
             *("prefill", "decode", "heartbeat_interval_s", "heartbeat_timeout_s", "log_level"),
-            *("instances_file", "discovery", "discovery_interval_s"),
+            *("instances_file", "discovery", "discovery_interval_s", "curve_secret_key", "curve_peer_keys"),
         ),
     )
 

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import pdserve
 from pdserve.doctor.facts import Deployment, InstanceFacts, Reach, RouterFacts, RouterStatus
 from pdserve.engine.server.about import About
+from pdserve.peers.curve import Curve, UnknownPeerError
 from pdserve.protocol import MAX_FRAME_BYTES, Goodbye, Hello, Ready, Refused, Role, decode_instance_message, encode
 
 _MAX_THREADS = 16
@@ -23,7 +24,13 @@ _NS_PER_S = 1e9
 
 
 def probe_deployment(
-    router_url: str | None, prefill: Sequence[str], decode: Sequence[str], *, timeout_s: float, api_key: str | None
+    router_url: str | None,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    *,
+    timeout_s: float,
+    api_key: str | None,
+    curve: Curve | None = None,
 ) -> Deployment:
     """Everything the checks need.
 
@@ -33,6 +40,7 @@ def probe_deployment(
         decode: more instances.
         timeout_s: for each question.
         api_key: for the router.
+        curve: for the instances, where they are spoken with encrypted.
     """
     router = None if router_url is None else probe_router(router_url, timeout_s, api_key)
     wanted = {(Role.PREFILL, address): None for address in prefill} | {
@@ -43,7 +51,7 @@ def probe_deployment(
             (pool.role, i.address.removeprefix("tcp://")): None for pool in router.status.pools for i in pool.instances
         }
     with ThreadPoolExecutor(_MAX_THREADS) as threads:
-        instances = threads.map(lambda key: probe_instance(key[0], key[1], timeout_s), wanted)
+        instances = threads.map(lambda key: probe_instance(key[0], key[1], timeout_s, curve), wanted)
     return Deployment(pdserve.__version__, router, tuple(instances))
 
 
@@ -60,14 +68,17 @@ def probe_router(url: str, timeout_s: float, api_key: str | None) -> RouterFacts
     return RouterFacts(url, status, clock_offset_s=_bound_offset_s(status.time_ns, before_s))
 
 
-def probe_instance(role: Role, address: str, timeout_s: float) -> InstanceFacts:
+def probe_instance(role: Role, address: str, timeout_s: float, curve: Curve | None = None) -> InstanceFacts:
     """An instance, first as a router would speak to it, then over its HTTP port."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except OSError as error:
         return InstanceFacts(role, address, Reach.CLOSED, reason=str(error.strerror or error))
-    answer = say_hello(address, timeout_s)
+    try:
+        answer = say_hello(address, timeout_s, curve)
+    except UnknownPeerError as error:
+        return InstanceFacts(role, address, Reach.SILENT, reason=str(error))
     if isinstance(answer, Refused):
         return InstanceFacts(role, address, Reach.REFUSED, reason=answer.reason)
     if answer is None:
@@ -81,11 +92,17 @@ def probe_instance(role: Role, address: str, timeout_s: float) -> InstanceFacts:
     )
 
 
-def say_hello(address: str, timeout_s: float) -> Ready | Refused | None:
-    """Open a session as a router does, take the first answer, and say goodbye; None when there is no answer."""
+def say_hello(address: str, timeout_s: float, curve: Curve | None = None) -> Ready | Refused | None:
+    """Open a session as a router does, take the first answer, and say goodbye; None when there is no answer.
+
+    Raises:
+        UnknownPeerError: ``curve`` has no key for the address.
+    """
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
         asking.setsockopt(zmq.LINGER, 100)
         asking.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        if curve is not None:
+            curve.secure_connecting(asking, address)
         asking.connect(f"tcp://{address}")
         session = uuid.uuid4().hex
         asking.send(encode(Hello(router_id=f"doctor-{session}", session=session)))

@@ -1,7 +1,7 @@
 """CURVE keys in files: a pair of its own for each process or group, and the public keys of those it speaks with.
 
 A file holds lines ``NAME KEY``, a key as 64 hexadecimal digits; lines that begin with ``#`` are passed over. So the
-list of those that are allowed is their ``.public`` files, one after the other. Source: CurveZMQ, RFC 26.
+list of those that are spoken with is their ``.public`` files, one after the other. Source: CurveZMQ, RFC 26.
 """
 
 from __future__ import annotations

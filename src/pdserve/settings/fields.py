@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 _SECRET_WORDS = frozenset(("password", "secret", "token", "credential", "credentials"))
 
+_USER_INFO = re.compile(r"//[^/\s]*@")
+
 
 class ValueKind(enum.Enum):
     """The kinds of values a setting may have, named as people read them in an error."""
@@ -192,8 +194,8 @@ def describe_settings(config: Any) -> dict[str, Any]:
         if value is None:
             continue
         if option.kind is ValueKind.TABLE:
-            value = {key: "***" if _is_secret(key) else item for key, item in value.items()}
-        found[f"{option.section}.{option.name}"] = "***" if _is_secret(option.name) else value
+            value = {key: _mask(key, item) for key, item in value.items()}
+        found[f"{option.section}.{option.name}"] = _mask(option.name, value)
     return found
 
 
@@ -262,5 +264,8 @@ def _has_kind(value: Any, kind: ValueKind) -> bool:
             return isinstance(value, dict)
 
 
-def _is_secret(name: str) -> bool:
-    return not _SECRET_WORDS.isdisjoint(re.split(r"[_\W]", name.lower()))
+def _mask(name: str, value: Any) -> Any:
+    """``value`` without what its name says to be secret, and without user and password in a URL."""
+    if not _SECRET_WORDS.isdisjoint(re.split(r"[_\W]", name.lower())):
+        return "***"
+    return _USER_INFO.sub("//***@", value) if isinstance(value, str) else value
