@@ -202,7 +202,8 @@ class ConnectorOutput:
         invalid_block_ids: blocks that a synchronous load in this step did not fill.
         received_bytes: bytes loaded for each request that ended in this report.
         sent_bytes: bytes saved for each request that ended in this report.
-        stats: counters since the last report.
+        stats: counters since the last report; a composition's are the sums of its parts'.
+        parts: a composition's counters by its parts' names, its own among them; empty = all are the connector's own.
         messages: the connector's own words from its worker halves to its scheduler half, as `ConnectorMetadata`
             is downwards: plain data that nobody else reads.
     """
@@ -215,6 +216,7 @@ class ConnectorOutput:
     received_bytes: dict[str, int] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
     stats: ConnectorStats = field(default_factory=ConnectorStats)
+    parts: dict[str, ConnectorStats] = field(default_factory=dict)
     messages: list[Any] = field(default_factory=list)
 
 

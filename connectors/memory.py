@@ -130,6 +130,7 @@ class MemoryWorker(NullWorker):
                 self._format.seal(block.key, memoryview(value))
                 self._store[block.digest] = bytes(value)
                 self._report.stats.num_blocks_saved += 1
+                self._report.stats.num_bytes_saved += self._format.payload_bytes
 
     def get_finished(self, finished_request_ids: Sequence[str]) -> ConnectorOutput:
         """What ended since the last call. No report of a sending was promised, so who asks for one is refused."""
@@ -152,6 +153,7 @@ class MemoryWorker(NullWorker):
             return error.kind
         self._memory.get_view(block.block_id)[:] = payload
         self._report.stats.num_blocks_loaded += 1
+        self._report.stats.num_bytes_loaded += len(payload)
         return None
 
 

@@ -63,7 +63,7 @@ class EngineCore:
         self._clock = clock
         self._num_arrived = 0
         self._closed = False
-        self._stats = EngineStats()
+        self._stats = EngineStats(config.connector.connector)
         self.kv_cache = KVCacheManager(
             limits.num_blocks,
             config.cache.block_size,
@@ -207,6 +207,7 @@ class EngineCore:
         stats.num_blocks.set(load.num_blocks)
         stats.num_used_blocks.set(load.num_used_blocks)
         stats.num_cached_blocks.set(self.kv_cache.pool.num_cached_blocks)
+        self._scheduler.update_transfer_metrics()
         allocated = self.kv_cache.count_allocated_slots()
         wasted = max(allocated - self._scheduler.count_used_slots(), 0)
         stats.wasted_slots.set(wasted)

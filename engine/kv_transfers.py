@@ -125,7 +125,7 @@ class KVTransfers:
             match = self._connector.get_num_new_matched_tokens(request.kv, num_local_tokens)
         except (ConnectorError, OSError) as error:
             logger.warning("KV lookup failed, the prompt is computed instead: %s", error)
-            self._stats.count_transfer_failure("lookup")
+            self._stats.transfers.count_failure("lookup")
             return NO_MATCH
         if not match.num_tokens:
             return match
@@ -243,7 +243,7 @@ class KVTransfers:
     def update(self, output: ConnectorOutput) -> TransferUpdate:
         """Take in a step's report."""
         self._connector.update_from_output(output)
-        self._stats.count_transfers(output.stats)
+        self._stats.transfers.count(output)
         update = TransferUpdate()
         for request_id in output.finished_receiving | output.failed_receiving.keys():
             load = self._loads.pop(request_id, None)
@@ -281,6 +281,14 @@ class KVTransfers:
         ]
         return loads + sends
 
+    def update_metrics(self) -> None:
+        """Set what the metrics tell of now."""
+        self._stats.transfers.set_running(
+            num_loads=len(self._loads),
+            num_saves=len(self._sends),
+            num_leases=sum(bool(send.held_block_ids) for send in self._sends.values()),
+        )
+
     def count_overdue(self, max_age_s: float) -> int:
         """Transfers that have been under way for longer than ``max_age_s``."""
         latest_start_s = self._clock() - max_age_s
@@ -289,4 +297,4 @@ class KVTransfers:
 
     def _reject(self, direction: str, request_id: str) -> None:
         logger.warning("late or unknown %s report for request %s is ignored", direction, request_id)
-        self._stats.count_transfer_failure("late_report")
+        self._stats.transfers.count_failure("late_report")

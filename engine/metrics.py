@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pdserve.connectors.base import ConnectorStats
 from pdserve.engine.request import Request
+from pdserve.engine.transfer_metrics import TransferMetrics
 from pdserve.protocol import FinishReason
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -17,13 +17,17 @@ _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class EngineStats:
-    """An engine's counters. Written by the engine's main thread, rendered by the HTTP thread."""
+    """An engine's counters. Written by the engine's main thread, rendered by the HTTP thread.
 
-    def __init__(self) -> None:
+    Args:
+        connector: the name of its connector.
+    """
+
+    def __init__(self, connector: str = "null") -> None:
         self.registry = CollectorRegistry()
         self._make_request_metrics()
         self._make_cache_metrics()
-        self._make_transfer_metrics()
+        self.transfers = TransferMetrics(self.registry, connector)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"pdserve_{name}", text, labels, registry=self.registry)
@@ -66,20 +70,15 @@ class EngineStats:
         self.external_queries = self._counter("external_cache_queries_total", "Prompt tokens asked of the connector")
         self.external_hits = self._counter("external_cache_hits_total", "Prompt tokens the connector had")
 
-    def _make_transfer_metrics(self) -> None:
-        direction = ("direction",)
-        self.transfer_blocks = self._counter("kv_transfer_blocks_total", "KV blocks moved", direction)
-        self.transfer_bytes = self._counter("kv_transfer_bytes_total", "KV bytes moved", direction)
-        self.transfer_seconds = self._counter("kv_transfer_seconds_total", "Time spent moving", direction)
-        self.transfer_failures = self._counter("kv_transfer_failures_total", "By kind", ("kind",))
-
     def count_lookup(self, request: Request, num_local: int, num_external: int, block_size: int) -> None:
         """One admission's prefix lookups. Asked: what could be hit, so that a full hit is a rate of 1."""
         num_hittable = (min(request.num_tokens - 1, request.num_prompt_tokens) // block_size) * block_size
         self.prefix_queries.inc(num_hittable)
         self.prefix_hits.inc(min(num_local, num_hittable))
-        self.external_queries.inc(max(min(request.num_tokens - 1, request.num_prompt_tokens) - num_local, 0))
+        num_asked = max(min(request.num_tokens - 1, request.num_prompt_tokens) - num_local, 0)
+        self.external_queries.inc(num_asked)
         self.external_hits.inc(num_external)
+        self.transfers.count_lookup(-(-num_asked // block_size), -(-num_external // block_size))
 
     def observe_token(self, request: Request, now_s: float) -> None:
         """A token was sampled for the request."""
@@ -95,23 +94,6 @@ class EngineStats:
         self.requests.labels(reason.value).inc()
         self.prompt_tokens.inc(request.num_prompt_tokens)
         self.e2e.observe(now_s - request.received_s)
-
-    def count_transfers(self, stats: ConnectorStats) -> None:
-        """A connector's counters since its last report."""
-        if stats.num_blocks_saved or stats.num_bytes_saved:
-            self.transfer_blocks.labels("save").inc(stats.num_blocks_saved)
-            self.transfer_bytes.labels("save").inc(stats.num_bytes_saved)
-            self.transfer_seconds.labels("save").inc(stats.save_seconds)
-        if stats.num_blocks_loaded or stats.num_bytes_loaded:
-            self.transfer_blocks.labels("load").inc(stats.num_blocks_loaded)
-            self.transfer_bytes.labels("load").inc(stats.num_bytes_loaded)
-            self.transfer_seconds.labels("load").inc(stats.load_seconds)
-        for kind, count in stats.failures.items():
-            self.transfer_failures.labels(kind).inc(count)
-
-    def count_transfer_failure(self, kind: str) -> None:
-        """One failure that the engine, not the connector, noticed."""
-        self.transfer_failures.labels(kind).inc()
 
 
 def render_metrics(stats: EngineStats, role: str, instance_id: str) -> bytes:

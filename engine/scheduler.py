@@ -192,6 +192,10 @@ class Scheduler:
         ]
         return live + self._transfers.get_holdings()
 
+    def update_transfer_metrics(self) -> None:
+        """Set what the metrics tell of transfers now."""
+        self._transfers.update_metrics()
+
     def count_overdue_transfers(self, max_age_s: float) -> int:
         """Transfers that have been under way for longer than ``max_age_s``."""
         return self._transfers.count_overdue(max_age_s)

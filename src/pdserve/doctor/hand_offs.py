@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
 from pdserve.doctor.facts import Deployment, InstanceFacts
@@ -13,6 +14,7 @@ _PLACES = ("path", "host", "port", "server_url", "shm_name", "namespace", "key_p
 """Options of connectors that say where KV lies: those that must be the same on both sides."""
 _LEASES = {"nixl": ("lease_s", 60.0), "shared_storage": ("min_age_s", 60.0)}
 """Option and default of the time for which a connector keeps what it handed out."""
+_FAILURE = re.compile(r'pdserve_kv_transfer_failures_total\{.*kind="([^"]+)"')
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MANY = 20
 _BAD_SHARE = 0.1
@@ -147,9 +149,8 @@ def check_transfer_failures(deployment: Deployment) -> list[Finding]:
         failures = instance.metrics.get("pdserve_kv_transfer_failures_total", 0.0)
         moved = instance.metrics.get("pdserve_kv_transfer_blocks_total", 0.0)
         if failures and failures >= _FAILURE_SHARE * moved:
-            start = 'pdserve_kv_transfer_failures_total{kind="'
             kinds = sorted(
-                name[len(start) : -2] for name, value in instance.metrics.items() if name.startswith(start) and value
+                {match[1] for name, value in instance.metrics.items() if value and (match := _FAILURE.match(name))}
             )
             findings.append(
                 Finding(instance.name, f"{failures:.0f} transfers failed ({', '.join(kinds)}), {moved:.0f} moved",

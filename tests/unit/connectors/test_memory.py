@@ -42,6 +42,8 @@ def test_a_prompt_in_chunks_comes_back_whole(make_engine, store, chunk: int | No
     assert decision.kv_transfer_params.num_tokens == len(PROMPT)
     assert decode.load("d", PROMPT) == len(PROMPT)
     assert len(store) == prefill.stats.num_blocks_saved == decode.stats.num_blocks_loaded == 5
+    num_bytes = 5 * TINY_SPEC.block_bytes
+    assert prefill.stats.num_bytes_saved == decode.stats.num_bytes_loaded == num_bytes
 
 
 def test_a_damaged_block_ends_the_load_and_is_removed(make_engine, store) -> None:

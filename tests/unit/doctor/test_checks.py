@@ -226,7 +226,7 @@ WRONG = [
             Role.DECODE,
             metrics={
                 "pdserve_kv_transfer_failures_total": 7.0,
-                'pdserve_kv_transfer_failures_total{kind="corrupt"}': 7.0,
+                'pdserve_kv_transfer_failures_total{connector="nixl",kind="corrupt"}': 7.0,
                 "pdserve_kv_transfer_blocks_total": 100.0,
             },
         ),
