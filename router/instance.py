@@ -151,11 +151,14 @@ class Instance:
         self._session = ""
         self._last_heard = 0.0
         self._refused_reason: str | None = None
+        self._is_cut = False
+        """A frame found no connection; the session ends as soon as its monitor is read."""
 
     @property
     def is_usable(self) -> bool:
         """Whether new work may go there."""
-        return self.ready is not None and self.refusal is None and not self.load.draining and not self.is_leaving
+        may_be_used = self.refusal is None and not self.load.draining and not self.is_leaving
+        return self.ready is not None and may_be_used and not self._is_cut
 
     @property
     def is_trusted(self) -> bool:
@@ -221,7 +224,9 @@ class Instance:
         sending = self._socket.send(frame, zmq.NOBLOCK)
         assert isinstance(sending, asyncio.Future)
         # A non-blocking send of zmq.asyncio is done when it returns.
-        return sending.exception() is None
+        is_sent = sending.exception() is None
+        self._is_cut = self._is_cut or not is_sent
+        return is_sent
 
     # --- the session's life ---------------------------------------------------------------------------
 
@@ -373,6 +378,7 @@ class Instance:
             self._log_refused(reason)
             raise SessionEndedError(reason)
         self.ready = ready
+        self._is_cut = False
         self.last_problem = ""
         self.load = ready.load
         self.health.note_ready(self._last_heard, ready.limits.max_num_seqs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -330,3 +331,28 @@ def test_address_without_a_key_is_not_connected_to(tmp_path: Path) -> None:
         assert not await other.socket.poll(0)
 
     with_session(test, own=read(tmp_path, "router", "some"))
+
+
+def test_an_instance_whose_connection_is_gone_is_not_chosen_again() -> None:
+    """Between the loss and its notice requests must not spend all their tries on an instance that cannot be reached."""
+
+    async def test(instance: Instance, other: Other, watcher: Watcher) -> None:
+        await other.accept()
+        await until(lambda: instance.is_usable)
+        other.socket.close()
+        deadline = time.monotonic() + 10
+
+        def send_until_it_fails() -> None:
+            while time.monotonic() < deadline:  # without an await: the loop must not learn of the loss by itself
+                instance.start_leg(add_request(f"r{time.monotonic()}"))
+
+        with pytest.raises(InstanceLostError, match="is not connected"):
+            send_until_it_fails()
+        assert instance.ready is not None
+        assert not instance.is_usable
+        await until(lambda: watcher.num_lost == 1)
+        other.open(other.endpoint)
+        await other.accept("g1")
+        await until(lambda: instance.is_usable)
+
+    with_session(test)
