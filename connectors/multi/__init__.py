@@ -28,11 +28,13 @@ __all__ = ["MultiConnector"]
 class MultiConnector:
     """Builds the two halves.
 
-    The features are what every composition has. A layerwise child is served too: its calls for each layer are made
-    around the whole forward pass.
+    The features are what the halves pass on to children that have it, and what a composition of connectors that save
+    and load has; `compose_features` tells those of given children.
     """
 
-    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True)
+    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(
+        can_save=True, can_load=True, layerwise=True, cancels_sends=True, hears_of_queue=True
+    )
 
     @classmethod
     def build_scheduler(cls, context: ConnectorContext) -> MultiScheduler:
@@ -57,5 +59,5 @@ class MultiConnector:
 
         children = parse_children(context)
         halves = build_halves(context, children, lambda child, own: child.connector.build_worker(own))
-        layerwise = [child.connector.features.layerwise for child in children]
-        return MultiWorker(halves, layerwise, context.spec.num_layers)
+        layerwise = [half for child, half in zip(children, halves, strict=True) if child.connector.features.layerwise]
+        return MultiWorker(halves, layerwise, [child.name for child in children])

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from pdserve.connectors.base import ConnectorContext, KVConnector
+from pdserve.connectors.base import ConnectorContext, ConnectorFeatures, KVConnector
 from pdserve.connectors.registry import load_connector
 from pdserve.errors import ConfigError
 
@@ -31,12 +31,14 @@ class Child:
         connector_name: as registered, or ``module:Class``.
         connector: the class.
         options: its own.
+        is_first_of_its_kind: no child before it is of the same connector.
     """
 
     name: str
     connector_name: str
     connector: type[KVConnector]
     options: Mapping[str, Any]
+    is_first_of_its_kind: bool
 
 
 def parse_children(context: ConnectorContext) -> list[Child]:
@@ -49,15 +51,31 @@ def parse_children(context: ConnectorContext) -> list[Child]:
     if unknown:
         raise _error(f"option {unknown[0]!r} is unknown; known: children")
     tables = _read_tables(context.options.get("children"))
-    children = [
-        Child(table.name or table.connector, table.connector, load_connector(table.connector), table.options)
-        for table in tables
-    ]
-    names = [child.name for child in children]
+    names = [table.name or table.connector for table in tables]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise _error(f"two children are called {twice!r}; give each a name of its own")
-    return children
+    kinds = [table.connector for table in tables]
+    return [
+        Child(name, kind, load_connector(kind), table.options, is_first_of_its_kind=kind not in kinds[:index])
+        for index, (name, kind, table) in enumerate(zip(names, kinds, tables, strict=True))
+    ]
+
+
+def compose_features(children: Sequence[Child]) -> ConnectorFeatures:
+    """What a composition of these children declares.
+
+    What others may rely on is what all children have; what the engine is asked to call is passed on to whoever has it.
+    """
+    each = [child.connector.features for child in children]
+    return ConnectorFeatures(
+        can_save=all(features.can_save for features in each),
+        can_load=all(features.can_load for features in each),
+        is_store=all(features.is_store for features in each),
+        layerwise=any(features.layerwise for features in each),
+        cancels_sends=any(features.cancels_sends for features in each),
+        hears_of_queue=any(features.hears_of_queue for features in each),
+    )
 
 
 class _Closable(Protocol):

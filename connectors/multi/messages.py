@@ -10,7 +10,7 @@ from pdserve.connectors.base import ConnectorMetadata
 
 
 class OwnedLoad(msgspec.Struct, frozen=True, array_like=True):
-    """A load that begins in this step, and the child that runs it."""
+    """An asynchronous load that begins in this step, and the child that will report its end."""
 
     request_id: str
     child: int
@@ -35,6 +35,22 @@ class ChildMessage(msgspec.Struct, frozen=True, array_like=True):
 
     child: int
     message: Any
+
+
+class ChildSent(msgspec.Struct, frozen=True, array_like=True):
+    """One child's own end of a sending, whatever the others do and whether or not the engine waits.
+
+    Attributes:
+        child: whose.
+        request_id: the request.
+        is_saved: the child saved it whole.
+        num_bytes: that it sent.
+    """
+
+    child: int
+    request_id: str
+    is_saved: bool
+    num_bytes: int
 
 
 class MultiMetadata(msgspec.Struct, frozen=True):

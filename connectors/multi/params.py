@@ -37,7 +37,9 @@ def compose_params(transfer_id: str, engine_id: str, parts: Mapping[str, KVTrans
 def view_for(request: KVRequest, child: Child) -> KVRequest:
     """The request as the child would see it alone: with its own part of the parameters, or none.
 
-    A producer that runs one of the children's connectors by itself is understood too.
+    A producer that runs one of the children's connectors by itself is understood too. Of two children of that
+    connector the first gets the parameters: they are good for one load, and whoever is told that it will not load
+    gives them back.
     """
     params = request.kv_transfer_params
     if params is None:
@@ -47,7 +49,8 @@ def view_for(request: KVRequest, child: Child) -> KVRequest:
 
 def _find_part(params: KVTransferParams, child: Child) -> KVTransferParams | None:
     if params.connector != CONNECTOR_NAME:
-        return params if params.connector == child.connector_name else None
+        is_for_child = child.is_first_of_its_kind and params.connector == child.connector_name
+        return params if is_for_child else None
     try:
         return msgspec.convert(params.payload.get(child.name), type=KVTransferParams)
     except msgspec.ValidationError:

@@ -6,12 +6,15 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pdserve.connectors.base import (
+    CancelsSends,
     ConnectorContext,
     ConnectorOutput,
     FinishDecision,
+    HearsOfQueue,
     KVConnectorScheduler,
     KVRequest,
     MatchResult,
@@ -20,11 +23,23 @@ from pdserve.connectors.base import (
 )
 from pdserve.connectors.blocks.failures import WarningLimiter
 from pdserve.connectors.multi.children import Child
-from pdserve.connectors.multi.messages import ChildMessage, MultiMetadata, OwedSend, OwnedLoad
+from pdserve.connectors.multi.messages import ChildMessage, ChildSent, MultiMetadata, OwedSend, OwnedLoad
 from pdserve.connectors.multi.params import compose_params, view_for
 from pdserve.errors import ConnectorError
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """Who has promised tokens, and how it loads them."""
+
+    child: int
+    is_async: bool
+
+
+_UNPROMISED = _Promise(0, is_async=True)
+"""Tokens that nobody promised: the first child reports that it cannot load them."""
 
 
 class MultiScheduler:
@@ -43,23 +58,31 @@ class MultiScheduler:
         self._children = children
         self._halves = halves
         self._warnings = WarningLimiter(logger, time.monotonic)
-        self._promised_by: dict[str, int] = {}
+        self._promises: dict[str, dict[int, _Promise]] = {}
         self._loading_by: dict[str, int] = {}
+        self._failed_by: dict[str, set[int]] = {}
         self._sent_by: dict[str, tuple[int, ...]] = {}
         self._loads: list[OwnedLoad] = []
         self._sends: list[OwedSend] = []
+
+    def request_queued(self, request: KVRequest) -> None:
+        """Told to the children that hear of it and have a part in the request's parameters."""
+        for child, half in zip(self._children, self._halves, strict=True):
+            view = view_for(request, child)
+            if view.kv_transfer_params is not None and isinstance(half, HearsOfQueue):
+                half.request_queued(view)
 
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> MatchResult:
         """The answer of the first child that has all the rest of the prompt, else of the first that has most.
 
         A hand-off may arrive while a store still writes: taking what the first child happens to have would waste
         what another has whole. A child that asks for patience is waited for; those behind it are asked all the same,
-        so that their own lookups go on meanwhile. Only who promised last is remembered, for the load.
+        so that their own lookups go on meanwhile. One whose load has failed for this request is passed over. All
+        that is remembered is who promised, for each number of computed tokens, because that child is to load.
         """
-        self._promised_by.pop(request.request_id, None)
         best, promised_by, is_waiting = MatchResult(0), 0, False
-        for index, child in enumerate(self._children):
-            match = self._ask(index, view_for(request, child), num_computed_tokens)
+        for index in self._list_candidates(request.request_id):
+            match = self._ask(index, view_for(request, self._children[index]), num_computed_tokens)
             if match.num_tokens is None:
                 is_waiting = True
             elif match.num_tokens > (best.num_tokens or 0):
@@ -69,7 +92,8 @@ class MultiScheduler:
         if is_waiting:
             return MatchResult(None)
         if best.num_tokens:
-            self._promised_by[request.request_id] = promised_by
+            promises = self._promises.setdefault(request.request_id, {})
+            promises[num_computed_tokens] = _Promise(promised_by, best.is_async)
         return best
 
     def update_state_after_alloc(
@@ -80,12 +104,14 @@ class MultiScheduler:
         num_external_tokens: int,
     ) -> None:
         """The child that promised the tokens loads them; the others hear of 0."""
-        chosen = self._promised_by.pop(request.request_id, 0)
-        if num_external_tokens > 0:
-            self._loading_by[request.request_id] = chosen
-            self._loads.append(OwnedLoad(request.request_id, chosen))
+        request_id = request.request_id
+        promise = self._promises.pop(request_id, {}).get(num_computed_tokens, _UNPROMISED)
+        if num_external_tokens > 0 and promise.is_async:
+            self._failed_by.setdefault(request_id, set())
+            self._loading_by[request_id] = promise.child
+            self._loads.append(OwnedLoad(request_id, promise.child))
         for index, (child, half) in enumerate(zip(self._children, self._halves, strict=True)):
-            num_tokens = num_external_tokens if index == chosen else 0
+            num_tokens = num_external_tokens if index == promise.child else 0
             half.update_state_after_alloc(view_for(request, child), block_ids, num_computed_tokens, num_tokens)
 
     def build_connector_metadata(self, plan: StepPlan) -> MultiMetadata:
@@ -99,9 +125,13 @@ class MultiScheduler:
         return metadata
 
     def update_from_output(self, output: ConnectorOutput) -> None:
-        """Each child hears of its own transfers."""
+        """Each child hears of its own transfers, and of each sending what became of it in that child."""
         for index, half in enumerate(self._halves):
             half.update_from_output(self._select(output, index))
+        for request_id in output.failed_receiving:
+            child, failed = self._loading_by.get(request_id), self._failed_by.get(request_id)
+            if child is not None and failed is not None:
+                failed.add(child)
         for request_id in (*output.finished_receiving, *output.failed_receiving):
             self._loading_by.pop(request_id, None)
         for request_id in output.finished_sending | output.failed_sending:
@@ -119,7 +149,8 @@ class MultiScheduler:
             all parameters are announced when sent    -> announced when all have sent
         """
         request_id = request.request_id
-        self._promised_by.pop(request_id, None)
+        self._promises.pop(request_id, None)
+        self._failed_by.pop(request_id, None)
         decisions = [
             half.request_finished(view_for(request, child), block_ids, num_computed_tokens, handoff=handoff)
             for child, half in zip(self._children, self._halves, strict=True)
@@ -132,11 +163,23 @@ class MultiScheduler:
             self._sent_by[request_id] = owed
         return decision
 
+    def cancel_send(self, request_id: str) -> None:
+        """Told to the children that hold blocks for a consumer and can give them up; stores have copies and go on."""
+        for index in self._sent_by.get(request_id, ()):
+            half = self._halves[index]
+            if isinstance(half, CancelsSends):
+                half.cancel_send(request_id)
+
     def close(self) -> None:
-        """Close every child, whatever another one does."""
+        """Close every child, whatever another one does. Idempotent."""
         with contextlib.ExitStack() as stack:
             for half in self._halves:
                 stack.callback(half.close)
+
+    def _list_candidates(self, request_id: str) -> list[int]:
+        """Children that may load for the request, in order."""
+        failed = self._failed_by.get(request_id, ())
+        return [index for index in range(len(self._children)) if index not in failed]
 
     def _ask(self, index: int, request: KVRequest, num_computed_tokens: int) -> MatchResult:
         try:
@@ -168,25 +211,22 @@ class MultiScheduler:
         def is_loaded(request_id: str) -> bool:
             return self._loading_by.get(request_id) == index
 
-        def is_sent(request_id: str) -> bool:
-            return index in self._sent_by.get(request_id, ())
-
+        sent = [said for said in output.messages if isinstance(said, ChildSent) and said.child == index]
+        said = [said.message for said in output.messages if isinstance(said, ChildMessage) and said.child == index]
         return ConnectorOutput(
-            finished_sending=set(filter(is_sent, output.finished_sending)),
-            failed_sending=set(filter(is_sent, output.failed_sending)),
+            finished_sending={own.request_id for own in sent},
+            failed_sending={own.request_id for own in sent if not own.is_saved},
             finished_receiving=set(filter(is_loaded, output.finished_receiving)),
-            failed_receiving={i: good for i, good in output.failed_receiving.items() if is_loaded(i)},
+            failed_receiving=_keep(output.failed_receiving, is_loaded),
             invalid_block_ids=set(output.invalid_block_ids),
-            received_bytes=_keep(output.received_bytes, set(filter(is_loaded, output.received_bytes))),
-            sent_bytes=_keep(output.sent_bytes, set(filter(is_sent, output.sent_bytes))),
-            messages=[
-                said.message for said in output.messages if isinstance(said, ChildMessage) and said.child == index
-            ],
+            received_bytes=_keep(output.received_bytes, is_loaded),
+            sent_bytes={own.request_id: own.num_bytes for own in sent},
+            messages=said,
         )
 
 
-def _keep(counts: Mapping[str, int], request_ids: set[str]) -> dict[str, int]:
-    return {request_id: counts[request_id] for request_id in request_ids}
+def _keep(counts: Mapping[str, int], is_own: Callable[[str], bool]) -> dict[str, int]:
+    return {request_id: count for request_id, count in counts.items() if is_own(request_id)}
 
 
 def _view_plan(plan: StepPlan, child: Child) -> StepPlan:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pdserve.connectors.base import ConnectorOutput, KVConnectorWorker
-from pdserve.connectors.multi.messages import ChildMessage, MultiMetadata, OwedSend
+from pdserve.connectors.base import ChoosesLayerSteps, ConnectorOutput, ConnectorStats, KVConnectorWorker
+from pdserve.connectors.multi.messages import ChildMessage, ChildSent, MultiMetadata, OwedSend
+from pdserve.connectors.multi.params import CONNECTOR_NAME
 from pdserve.kv_layout import KVCacheSpec
 
 
@@ -35,14 +36,17 @@ class MultiWorker:
 
     Args:
         halves: the children's worker halves, in order.
-        layerwise: for each, whether it wants its layer hooks called.
-        num_layers: of the model.
+        layerwise: those of them that want their layer hooks called.
+        names: the children's names, in the same order.
     """
 
-    def __init__(self, halves: Sequence[KVConnectorWorker], layerwise: Sequence[bool], num_layers: int) -> None:
+    def __init__(
+        self, halves: Sequence[KVConnectorWorker], layerwise: Sequence[KVConnectorWorker], names: Sequence[str]
+    ) -> None:
         self._halves = halves
+        self._names = names
         self._layerwise = layerwise
-        self._num_layers = num_layers
+        self._in_layers: Sequence[KVConnectorWorker] = ()
         self._loading_by: dict[str, int] = {}
         self._sends: dict[str, _Send] = {}
         self._due: dict[str, OwedSend] = {}
@@ -61,24 +65,27 @@ class MultiWorker:
         for load in metadata.loads:
             self._loading_by.setdefault(load.request_id, load.child)
         self._due = {send.request_id: send for send in metadata.sends}
-        for half, part, layerwise in zip(self._halves, metadata.parts, self._layerwise, strict=True):
+        for half, part in zip(self._halves, metadata.parts, strict=True):
             half.start_load_kv(part)
-            if layerwise:
-                for layer in range(self._num_layers):
-                    half.wait_for_layer_load(layer)
+
+    def wants_layers(self) -> bool:
+        """Whether any child has a use for its layer hooks in this step; only those are called."""
+        self._in_layers = [half for half in self._layerwise if _wants_layers(half)]
+        return bool(self._in_layers)
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Layerwise children were waited for in `start_load_kv`."""
+        """Wait for every layerwise child."""
+        for half in self._in_layers:
+            half.wait_for_layer_load(layer)
 
     def save_kv_layer(self, layer: int) -> None:
-        """Layerwise children are told in `wait_for_save`."""
+        """Tell every layerwise child."""
+        for half in self._in_layers:
+            half.save_kv_layer(layer)
 
     def wait_for_save(self) -> None:
         """Every child takes what it saves."""
-        for half, layerwise in zip(self._halves, self._layerwise, strict=True):
-            if layerwise:
-                for layer in range(self._num_layers):
-                    half.save_kv_layer(layer)
+        for half in self._halves:
             half.wait_for_save()
 
     def get_finished(self, finished_request_ids: Sequence[str]) -> ConnectorOutput:
@@ -96,6 +103,7 @@ class MultiWorker:
                 due[index].append(request_id)
         for index, half in enumerate(self._halves):
             self._take(index, half.get_finished(due[index]), joint)
+        _sum_up(joint)
         return joint
 
     def close(self) -> None:
@@ -105,7 +113,8 @@ class MultiWorker:
                 stack.callback(half.close)
 
     def _take(self, index: int, report: ConnectorOutput, joint: ConnectorOutput) -> None:
-        joint.stats.add(report.stats)
+        name = self._names[index]
+        joint.parts |= {f"{name}/{part}": stats for part, stats in report.parts.items()} or {name: report.stats}
         joint.invalid_block_ids |= report.invalid_block_ids
         joint.messages += [ChildMessage(index, message) for message in report.messages]
         for request_id in report.finished_sending | report.failed_sending:
@@ -126,9 +135,11 @@ class MultiWorker:
         if send is None or index not in send.pending:
             joint.stats.count_failure("unknown")
             return
+        is_saved, num_bytes = request_id not in report.failed_sending, report.sent_bytes.get(request_id, 0)
+        joint.messages.append(ChildSent(index, request_id, is_saved, num_bytes))
         send.pending.discard(index)
-        send.is_saved |= request_id not in report.failed_sending
-        send.num_bytes += report.sent_bytes.get(request_id, 0)
+        send.is_saved |= is_saved
+        send.num_bytes += num_bytes
         if send.pending:
             return
         del self._sends[request_id]
@@ -137,3 +148,14 @@ class MultiWorker:
             joint.sent_bytes[request_id] = send.num_bytes
             if not send.is_saved:
                 joint.failed_sending.add(request_id)
+
+
+def _sum_up(joint: ConnectorOutput) -> None:
+    """What was counted so far is the composition's own; what the children counted comes on top."""
+    joint.parts[CONNECTOR_NAME], joint.stats = joint.stats, ConnectorStats()
+    for stats in joint.parts.values():
+        joint.stats.add(stats)
+
+
+def _wants_layers(half: KVConnectorWorker) -> bool:
+    return not isinstance(half, ChoosesLayerSteps) or half.wants_layers()

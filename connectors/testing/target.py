@@ -83,6 +83,10 @@ class ConformanceTarget:
         """
         return dict(self.options)
 
+    def is_saved(self, key: BlockKey) -> bool:
+        """Whether a block that is being saved has come to rest, in every place that it goes to."""
+        return self.blocks is not None and self.blocks.read(key) is not None
+
     def outage(self) -> AbstractContextManager[None]:
         """Nothing can be reached while inside: the store is gone, the link is cut."""
         raise NotOfferedError("the target has no way to cut the connector off")

@@ -14,8 +14,6 @@ _NUM_EXAMPLES, _NUM_STEPS = 20, 30
 @check("R9", level=Level.FAULTS)
 def any_order_of_events(bench: Bench) -> None:
     """Hand-offs, loads, aborts, preemptions, evictions, damage and restarts in any order, against a dictionary."""
-    if bench.target.composes:
-        raise NotOfferedError("a composition's children end their writes in their own time; the dictionary knows one")
     if importlib.util.find_spec("hypothesis") is None:
         raise NotOfferedError("hypothesis is not installed")
     from pdserve.connectors.testing.machine import run_machine

@@ -67,6 +67,10 @@ class Target(ConformanceTarget):
         """Both children are stores, so the composition is one."""
         return ConnectorFeatures(can_save=True, can_load=True, is_store=bool(self._parts))
 
+    def is_saved(self, key: BlockKey) -> bool:
+        """Each store writes in its own time."""
+        return all(part.is_saved(key) for part in self._parts)
+
     @contextlib.contextmanager
     def outage(self) -> Iterator[None]:
         """Both directories are gone, and back as they were afterwards."""

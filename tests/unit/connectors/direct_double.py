@@ -28,10 +28,13 @@ class World:
     fetched: set[str] = field(default_factory=set)
     is_patient: bool = True
     is_broken: bool = False
+    is_async: bool = True
     seen_params: list[KVTransferParams | None] = field(default_factory=list)
     counts_after_alloc: list[int] = field(default_factory=list)
     heard_by_scheduler: list[ConnectorOutput] = field(default_factory=list)
     layer_calls: list[tuple[str, int]] = field(default_factory=list)
+    queued: list[KVRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
     num_closed: int = 0
 
 
@@ -47,7 +50,14 @@ class DirectScheduler(NullScheduler):
             return MatchResult(None)
         if request.kv_transfer_params is None or num_computed_tokens:
             return MatchResult(0)
-        return MatchResult(request.kv_transfer_params.num_tokens, is_async=True)
+        return MatchResult(request.kv_transfer_params.num_tokens, is_async=self._world.is_async)
+
+    def request_queued(self, request: KVRequest) -> None:
+        self._world.queued.append(request)
+
+    def cancel_send(self, request_id: str) -> None:
+        self._world.cancelled.append(request_id)
+        self._world.fetched.add(f"{self._context.engine_id}/{request_id}")
 
     def update_state_after_alloc(
         self, request: KVRequest, block_ids: Sequence[int], num_computed_tokens: int, num_external_tokens: int
@@ -95,15 +105,19 @@ class DirectWorker(NullWorker):
     def start_load_kv(self, metadata: Any) -> None:
         for request_id, num_tokens, block_ids, payload in metadata:
             if self._world.is_broken:
-                self._report.failed_receiving[request_id] = 0
                 self._report.stats.count_failure("unreachable")
+                if self._world.is_async:
+                    self._report.failed_receiving[request_id] = 0
+                else:
+                    self._report.invalid_block_ids.update(block_ids)
                 continue
             source = self._world.memories[payload["engine"]]
             for mine, theirs in zip(block_ids, payload["blocks"], strict=True):
                 self._memory.get_view(mine)[:] = source.get_view(theirs)
             self._world.fetched.add(payload["transfer"])
-            self._report.finished_receiving.add(request_id)
-            self._report.received_bytes[request_id] = num_tokens
+            if self._world.is_async:
+                self._report.finished_receiving.add(request_id)
+                self._report.received_bytes[request_id] = num_tokens
 
     def wait_for_layer_load(self, layer: int) -> None:
         self._world.layer_calls.append(("load", layer))
@@ -128,7 +142,9 @@ class DirectWorker(NullWorker):
 class DirectConnector:
     """Option ``world``: what the engines share."""
 
-    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True)
+    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(
+        can_save=True, can_load=True, cancels_sends=True, hears_of_queue=True
+    )
 
     @classmethod
     def build_scheduler(cls, context: ConnectorContext) -> DirectScheduler:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.connectors.base import MatchResult
+from pdserve.connectors.base import CancelsSends, ConnectorFeatures, ConnectorOutput, HearsOfQueue, MatchResult
 from pdserve.connectors.multi import MultiConnector
+from pdserve.connectors.multi.children import compose_features, parse_children
 from pdserve.connectors.testing import EngineHarness, build_context
 from pdserve.connectors.testing.kv_content import TINY_SPEC
 from pdserve.errors import ConfigError
@@ -44,6 +46,11 @@ def world(double: ModuleType) -> Any:
 
 
 @pytest.fixture
+def other_world(double: ModuleType) -> Any:
+    return double.World()
+
+
+@pytest.fixture
 def memory() -> dict[bytes, bytes]:
     return {}
 
@@ -54,11 +61,12 @@ def files(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def make_engine(world, memory, files: Path) -> Iterator[MakeEngine]:
+def make_engine(world, other_world, memory, files: Path) -> Iterator[MakeEngine]:
     """Engines with the named children, in order."""
     engines: list[EngineHarness] = []
     known = {
         "direct": {"connector": "direct_double:DirectConnector", "options": {"world": world}, "name": "direct"},
+        "second": {"connector": "direct_double:DirectConnector", "options": {"world": other_world}, "name": "second"},
         "layerwise": {"connector": "direct_double:LayerwiseConnector", "options": {"world": world}, "name": "lw"},
         "memory": {"connector": "memory", "options": {"store": memory}},
         "files": {"connector": "shared_storage", "options": {"path": str(files)}},
@@ -85,6 +93,20 @@ def fetch(engine: EngineHarness, name: str, params: KVTransferParams | None) -> 
     return engine.received[name]
 
 
+def note_loaded_blocks(engine: EngineHarness) -> Counter[str]:
+    """Blocks that each child loads from now on, as the engine's metrics would have it."""
+    loaded: Counter[str] = Counter()
+    get_finished = engine.worker.get_finished
+
+    def get_finished_and_note(finished_request_ids: Sequence[str]) -> ConnectorOutput:
+        output = get_finished(finished_request_ids)
+        loaded.update({name: n for name, stats in output.parts.items() if (n := stats.num_blocks_loaded)})
+        return output
+
+    engine.worker.get_finished = get_finished_and_note  # type: ignore[method-assign]
+    return loaded
+
+
 def save(engine: EngineHarness, name: str = "p") -> KVTransferParams | None:
     """A hand-off that nobody waits for; it ends with the children's writes."""
     decision = engine.prefill(name, PROMPT)
@@ -105,11 +127,13 @@ def test_every_child_saves_and_the_first_with_tokens_is_read(make_engine, memory
     assert len(memory) == len(list(files.glob("?/?/*"))) == 5
     assert prefill.stats.num_blocks_saved == 10
     decode = make_engine("decode", "memory", "files")
+    loaded = note_loaded_blocks(decode)
     assert fetch(decode, "d1", None) == len(PROMPT)
-    assert decode.stats.num_bytes_loaded == 0  # the memory child counts blocks only
+    assert loaded == {"memory": 5}
     memory.clear()
     assert fetch(decode, "d2", None) == len(PROMPT)
-    assert decode.stats.num_bytes_loaded == 5 * TINY_SPEC.block_bytes
+    assert loaded == {"memory": 5, "shared_storage": 5}
+    assert decode.stats.num_bytes_loaded == 10 * TINY_SPEC.block_bytes
     shutil.rmtree(files)
     assert fetch(decode, "d3", None) == 0
 
@@ -123,9 +147,9 @@ def test_who_has_most_is_read_and_the_first_of_equals(make_engine, memory, files
         assert fetch(decode, f"d{index}", None) == len(PROMPT)
     file = next(files.glob(f"?/?/{digests[2].hex()}.kv"))
     file.unlink()
-    num_bytes = decode.stats.num_bytes_loaded
+    loaded = note_loaded_blocks(decode)
     assert fetch(decode, "equal", None) == 2 * S
-    assert decode.stats.num_bytes_loaded == num_bytes  # the memory child counts none
+    assert loaded == {"memory": 2}
 
 
 def test_one_childs_failure_is_not_the_others(make_engine, memory, files: Path) -> None:
@@ -200,12 +224,117 @@ def test_an_abort_leaves_nothing(make_engine) -> None:
     decode.submit("d", PROMPT, params=params)
     decode.lookup("d")
     decode.finish("d")
-    assert decode.scheduler._promised_by == {}
+    assert decode.scheduler._promises == decode.scheduler._failed_by == {}
     decode.submit("e", PROMPT, params=params)
     decode.admit("e", decode.lookup("e").num_tokens or 0)
     decode.finish("e")
     decode.step_until(lambda: decode.is_idle)
     assert decode.num_used_blocks == 0
+    assert decode.scheduler._failed_by == decode.scheduler._loading_by == decode.worker._loading_by == {}
+
+
+def test_a_request_whose_load_failed_is_loaded_by_the_next_child(make_engine, world) -> None:
+    prefill, decode = make_engine("prefill", "direct", "files"), make_engine("decode", "direct", "files")
+    params = prefill.prefill("p", PROMPT).kv_transfer_params
+    prefill.step_until(lambda: prefill.worker._halves[1]._saver._writing == {})
+    world.is_broken = True
+    assert fetch(decode, "d", params) == 0  # and the first child would promise it again
+    request = decode._live["d"].request
+    assert decode.scheduler.get_num_new_matched_tokens(request, 0) == MatchResult(len(PROMPT), is_async=True)
+    assert decode.scheduler._promises["d"][0].child == 1
+    decode.finish("d")
+    assert decode.scheduler._failed_by == {}
+
+
+def test_a_load_that_fails_after_its_request_was_aborted_is_forgotten(make_engine, world) -> None:
+    prefill, decode = make_engine("prefill", "direct", "files"), make_engine("decode", "direct", "files")
+    params = prefill.prefill("p", PROMPT).kv_transfer_params
+    world.is_broken = True
+    decode.submit("d", PROMPT, params=params)
+    decode.admit("d", decode.lookup("d").num_tokens or 0)
+    decode.finish("d")
+    decode.step_until(lambda: decode.is_idle)
+    assert decode.received == {"d": 0}
+    assert decode.scheduler._failed_by == decode.scheduler._loading_by == {}
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_synchronous_child_leaves_nothing_to_report(make_engine, world, is_broken: bool) -> None:
+    world.is_async = False
+    prefill, decode = make_engine("prefill", "direct"), make_engine("decode", "direct", "files")
+    params = prefill.prefill("p", PROMPT).kv_transfer_params
+    world.is_broken = is_broken
+    assert fetch(decode, "d", params) == (0 if is_broken else len(PROMPT))
+    assert decode.worker._loading_by == decode.scheduler._loading_by == {}
+
+
+def test_lookups_at_other_places_do_not_change_who_loads(make_engine, memory) -> None:
+    prefill, decode = make_engine("prefill", "direct", "memory"), make_engine("decode", "direct", "memory")
+    params = prefill.prefill("p", PROMPT).kv_transfer_params
+    prefill.step()
+    decode.submit("d", PROMPT, params=params)
+    promised = decode.lookup("d").num_tokens
+    assert decode.lookup("d", 2 * S).num_tokens == promised - 2 * S  # the memory child's
+    memory.clear()
+    decode.admit("d", promised)
+    decode.step_until(lambda: "d" in decode.received)
+    assert decode.received == {"d": len(PROMPT)}
+
+
+def test_each_child_hears_what_became_of_a_sending_in_it(make_engine, memory, files: Path, monkeypatch) -> None:
+    prefill = make_engine("prefill", "memory", "files")
+    heard: list[ConnectorOutput] = []
+    monkeypatch.setattr(prefill.scheduler._halves[1], "update_from_output", heard.append)
+    save(prefill, "whole")
+    shutil.rmtree(files)
+    save(prefill, "failed")
+    assert prefill.sent == {}  # nobody waits: the first child's parameters were good at once
+    ends = [(output.finished_sending, output.failed_sending) for output in heard if output.finished_sending]
+    assert ends == [({"whole"}, set()), ({"failed"}, {"failed"})]
+    (num_bytes,) = (output.sent_bytes["whole"] for output in heard if output.sent_bytes.get("whole"))
+    assert num_bytes == 5 * TINY_SPEC.block_bytes
+
+
+def test_a_cancelled_send_is_cancelled_where_blocks_are_held(make_engine, world, other_world) -> None:
+    prefill = make_engine("prefill", "direct", "files", "second")
+    assert isinstance(prefill.scheduler, CancelsSends)
+    prefill.prefill("p", PROMPT)
+    prefill.step()
+    prefill.scheduler.cancel_send("unknown")
+    assert world.cancelled == other_world.cancelled == []
+    prefill.scheduler.cancel_send("p")
+    assert world.cancelled == other_world.cancelled == ["p"]
+    prefill.step_until(lambda: prefill.is_idle)
+    assert prefill.sent == {"p": True}
+    assert prefill.num_used_blocks == 0
+    prefill.scheduler.cancel_send("p")
+    assert world.cancelled == ["p"]
+
+
+def test_a_queued_request_is_told_to_the_child_whose_parameters_it_brings(make_engine, world, other_world) -> None:
+    prefill, decode = make_engine("prefill", "direct", "files"), make_engine("decode", "second", "direct", "files")
+    assert isinstance(decode.scheduler, HearsOfQueue)
+    params = prefill.prefill("p", PROMPT).kv_transfer_params
+    decode.submit("d", PROMPT, params=params)
+    assert [request.kv_transfer_params.transfer_id for request in world.queued] == ["engine-0/p"]
+    assert other_world.queued == []
+
+
+def test_two_direct_children_of_one_connector_hold_until_both_are_done(make_engine, world, other_world) -> None:
+    prefill, decode = make_engine("prefill", "direct", "second"), make_engine("decode", "second", "direct")
+    decision = prefill.prefill("p", PROMPT)
+    assert decision.hold_blocks
+    assert decision.kv_transfer_params is not None
+    assert set(decision.kv_transfer_params.payload) == {"direct", "second"}
+    assert fetch(decode, "d", decision.kv_transfer_params) == len(PROMPT)
+    assert (world.fetched, other_world.fetched) == (set(), {"engine-0/p"})
+    for _ in range(3):
+        prefill.step()
+    assert prefill.sent == {}
+    world.fetched.add("engine-0/p")  # as a real one does when it is told that nothing is to be loaded
+    prefill.step_until(lambda: prefill.is_idle)
+    assert prefill.sent == {"p": True}
+    assert prefill.stats.failures == decode.stats.failures == {}
 
 
 def test_reports_of_strangers_are_counted_and_go_no_further(make_engine) -> None:
@@ -286,6 +415,15 @@ def test_parameters_of_others(make_engine, world, connector: str, payload: dict,
     assert set(map(type, world.seen_params)) == ({KVTransferParams} if is_seen else {type(None)})
 
 
+def test_a_plain_producers_parameters_are_the_first_such_childs(make_engine, world, other_world) -> None:
+    decode = make_engine("decode", "direct", "second")
+    connector = "direct_double:DirectConnector"
+    decode.submit("d", PROMPT, params=KVTransferParams(connector=connector, transfer_id="t"))
+    decode.lookup("d")
+    assert {seen.transfer_id for seen in world.seen_params} == {"t"}
+    assert set(other_world.seen_params) == {None}
+
+
 def test_a_step_shows_children_their_own_parameters(make_engine, monkeypatch) -> None:
     engine = make_engine("prefill", "direct")
     plans = []
@@ -305,7 +443,34 @@ def test_a_step_shows_children_their_own_parameters(make_engine, monkeypatch) ->
 def test_a_layerwise_child_gets_all_its_calls(make_engine, world) -> None:
     engine = make_engine("prefill", "layerwise")
     engine.step()
-    assert world.layer_calls == [("load", 0), ("load", 1), ("save", 0), ("save", 1)]
+    assert world.layer_calls == [("load", 0), ("save", 0), ("load", 1), ("save", 1)]
+
+
+def test_layers_are_wanted_only_in_steps_in_which_a_child_wants_them(make_engine, world, monkeypatch) -> None:
+    engine = make_engine("prefill", "memory", "layerwise")
+    half = engine.worker._halves[1]
+    monkeypatch.setattr(half, "wants_layers", lambda: False, raising=False)
+    engine.step()
+    assert world.layer_calls == []
+    monkeypatch.setattr(half, "wants_layers", lambda: True)
+    engine.step()
+    assert len(world.layer_calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("names", "features"),
+    [
+        (["shared_storage"], {"is_store": True, "layerwise": True}),
+        (["shared_storage", "memory"], {"is_store": True, "layerwise": True}),
+        (["memory"], {"is_store": True}),
+        (["memory", "direct_double:DirectConnector"], {"cancels_sends": True, "hears_of_queue": True}),
+        (["memory", "direct_double:LayerwiseConnector"], {"layerwise": True}),
+        (["memory", "null"], {"can_save": False, "can_load": False}),
+    ],
+)
+def test_features_are_the_intersection_and_what_is_passed_on(names: list[str], features: dict[str, bool]) -> None:
+    children = parse_children(build_context(Role.PREFILL, {"children": [{"connector": name} for name in names]}))
+    assert compose_features(children) == ConnectorFeatures(**{"can_save": True, "can_load": True, **features})
 
 
 def test_all_are_closed_whatever_one_does(make_engine, world, monkeypatch) -> None:
@@ -319,7 +484,9 @@ def test_all_are_closed_whatever_one_does(make_engine, world, monkeypatch) -> No
         with pytest.raises(OSError, match="busy"):
             engine.worker.close()
     assert world.num_closed == 2
-    engine.worker._halves[1].close()
+    for _ in range(2):
+        engine.worker.close()
+        engine.scheduler.close()
 
 
 @pytest.mark.parametrize(
@@ -357,3 +524,10 @@ def test_when_a_child_refuses_those_before_it_are_closed(world) -> None:
     with pytest.raises(ConfigError, match="null takes no options"):
         MultiConnector.build_worker(build_context(Role.PREFILL, {"children": children}))
     assert world.num_closed == 1
+
+
+def test_counters_are_told_by_child_and_in_sum(make_engine) -> None:
+    engine = make_engine("prefill", "memory", "files")
+    report = engine.worker.get_finished(["nobody"])
+    assert set(report.parts) == {"multi", "memory", "shared_storage"}
+    assert report.parts["multi"].failures == report.stats.failures == {"unknown": 1}
