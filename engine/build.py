@@ -70,7 +70,15 @@ def build_engine(
     )
     scheduler_half, worker_half = connector.build_scheduler(context), connector.build_worker(context)
     worker_half.register_kv_caches(kv_cache, spec)
-    runner = ModelRunner(model, kv_cache, Sampler(eos_token_ids), worker_half, layerwise=connector.features.layerwise)
+    runner = ModelRunner(
+        model,
+        kv_cache,
+        Sampler(eos_token_ids),
+        worker_half,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+        layerwise=connector.features.layerwise,
+    )
     runner.warm_up()
     return cls(
         config,

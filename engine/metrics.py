@@ -6,8 +6,11 @@ answers, seconds, blocks; never any text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from pdserve.engine.batch_histogram import BatchHistogram
 from pdserve.engine.request import Request
 from pdserve.engine.transfer_metrics import TransferMetrics
 from pdserve.protocol import FinishReason
@@ -50,7 +53,9 @@ class EngineStats:
         self.preemptions = self._counter("preemptions_total", "Times a running request's blocks were taken")
         self.queue_time = self._histogram("queue_time_seconds", "Receipt to first scheduled step")
         self.ttft = self._histogram("time_to_first_token_seconds", "Receipt to first token of this instance")
-        self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a request")
+        self.itl = BatchHistogram(
+            "pdserve_inter_token_latency_seconds", "Between two tokens of a request", _SECONDS, self.registry
+        )
         self.e2e = self._histogram("request_latency_seconds", "Receipt to end at this instance")
         self.step_time = self._histogram("step_seconds", "One engine step that computed tokens")
         self.step_tokens = self._histogram("step_tokens", "Tokens computed in one step", _STEP_TOKENS)
@@ -80,14 +85,17 @@ class EngineStats:
         self.external_hits.inc(num_external)
         self.transfers.count_lookup(-(-num_asked // block_size), -(-num_external // block_size))
 
-    def observe_token(self, request: Request, now_s: float) -> None:
-        """A token was sampled for the request."""
-        self.generation_tokens.inc()
-        if request.last_token_s is None:
-            self.ttft.observe(now_s - request.received_s)
-        else:
-            self.itl.observe(now_s - request.last_token_s)
-        request.last_token_s = now_s
+    def observe_tokens(self, requests: Sequence[Request], now_s: float) -> None:
+        """A step sampled a token for each of these requests."""
+        gaps_s = []
+        for request in requests:
+            if request.last_token_s is None:
+                self.ttft.observe(now_s - request.received_s)
+            else:
+                gaps_s.append(now_s - request.last_token_s)
+            request.last_token_s = now_s
+        self.itl.observe(gaps_s)
+        self.generation_tokens.inc(len(requests))
 
     def count_finished(self, request: Request, reason: FinishReason, now_s: float) -> None:
         """A request ended."""

@@ -1,46 +1,30 @@
 """One worker's step: inputs from the scheduler's decision, the forward pass, tokens.
 
-Owns the model, the KV memory, the requests' token ids and block tables as tensors need them, and the connector's
-worker half. Knows nothing of queues or limits.
+Owns the model, the KV memory, the requests as arrays, and the connector's worker half. Knows nothing of queues.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pdserve.connectors.base import ChoosesLayerSteps, KVConnectorWorker
+from pdserve.engine.input_batch import InputBatch
 from pdserve.engine.models import CausalLM
 from pdserve.engine.sampling.logprobs import build_token_logprobs
 from pdserve.engine.sampling.sampler import Sampler, SamplingRow
 from pdserve.engine.scheduler_output import ModelRunnerOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from pdserve.kernels.base import AttentionMetadata
-from pdserve.protocol import SamplingParams
+from pdserve.protocol import TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
 # Prompt logprobs need logits of whole chunks; this many rows at a time bound their memory.
 _PROMPT_LOGITS_ROWS = 64
-
-
-@dataclass(slots=True)
-class _RunnerRequest:
-    """What the runner keeps of a request between steps."""
-
-    token_ids: list[int]
-    num_prompt_tokens: int
-    block_ids: list[int]
-    sampling: SamplingParams
-    wants_prompt_logprobs: bool
-
-    @classmethod
-    def from_new(cls, new: NewRequest) -> _RunnerRequest:
-        return cls(
-            list(new.token_ids), new.num_prompt_tokens, list(new.block_ids), new.sampling, new.wants_prompt_logprobs
-        )
 
 
 class LayerTransfers:
@@ -71,6 +55,8 @@ class ModelRunner:
         kv_cache: ``[B, L, 2, K, S, H]``.
         sampler: chooses tokens.
         connector: the connector's worker half, with the KV memory registered.
+        max_num_seqs: requests that run at once.
+        max_model_len: tokens of the longest sequence.
         layerwise: whether the connector wants its layer hooks called.
     """
 
@@ -81,6 +67,8 @@ class ModelRunner:
         sampler: Sampler,
         connector: KVConnectorWorker,
         *,
+        max_num_seqs: int,
+        max_model_len: int,
         layerwise: bool,
     ) -> None:
         self._model = model
@@ -89,7 +77,10 @@ class ModelRunner:
         self._sampler = sampler
         self._connector = connector
         self._layer_hook = LayerTransfers(connector) if layerwise else None
-        self._requests: dict[str, _RunnerRequest] = {}
+        self._batch = InputBatch(max_num_seqs, max_model_len, self._block_size)
+        self._sampling_rows: dict[str, SamplingRow] = {}
+        self._want_prompt_logprobs: set[str] = set()
+        self._logits = torch.empty(0, model.config.vocab_size, dtype=torch.float32)
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; the connector's part of it runs also when there are no tokens."""
@@ -119,12 +110,23 @@ class ModelRunner:
 
     def _update_requests(self, step: SchedulerOutput) -> None:
         for request_id in step.dropped_request_ids:
-            self._requests.pop(request_id, None)
+            self._sampling_rows.pop(request_id, None)
+            self._want_prompt_logprobs.discard(request_id)
+            self._batch.drop(request_id)
         for new in step.new_requests:
-            self._requests[new.request_id] = _RunnerRequest.from_new(new)
+            self._add_request(new)
         for item in step.scheduled:
             if item.new_block_ids:
-                self._requests[item.request_id].block_ids.extend(item.new_block_ids)
+                self._batch.append_blocks(item.request_id, item.new_block_ids)
+
+    def _add_request(self, new: NewRequest) -> None:
+        self._batch.add(new)
+        get_token_ids = partial(self._batch.get_token_ids, new.request_id)
+        self._sampling_rows[new.request_id] = SamplingRow(
+            new.request_id, new.sampling, get_token_ids, new.num_prompt_tokens
+        )
+        if new.wants_prompt_logprobs:
+            self._want_prompt_logprobs.add(new.request_id)
 
     def _compute(self, step: SchedulerOutput, output: ModelRunnerOutput) -> bool:
         """Forward and sample; False when the forward pass failed, and then nothing of it may be saved.
@@ -144,26 +146,15 @@ class ModelRunner:
         return True
 
     def _forward_and_sample(self, items: tuple[ScheduledRequest, ...], output: ModelRunnerOutput) -> None:
-        token_ids, metadata = self._build_inputs(items)
-        hidden_TD = self._model.forward(token_ids, metadata, self._kv_cache, self._choose_layer_hook())
+        inputs = self._batch.build_inputs(items)
+        hidden_TD = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, self._choose_layer_hook())
         self._make_prompt_logprobs(items, hidden_TD, output)
-        last_rows: list[int] = []
-        sampling_rows: list[SamplingRow] = []
-        row = -1
-        for item in items:
-            row += item.num_scheduled_tokens
-            request = self._requests[item.request_id]
-            if item.num_computed_tokens + item.num_scheduled_tokens == len(request.token_ids):
-                last_rows.append(row)
-                sampling_rows.append(
-                    SamplingRow(item.request_id, request.sampling, request.token_ids, request.num_prompt_tokens)
-                )
-        if not last_rows:
+        request_ids = [items[index].request_id for index in inputs.sampling_indices]
+        if not request_ids:
             return
-        logits_RV = self._model.compute_logits(hidden_TD[torch.tensor(last_rows)])
-        sampled = self._sampler.sample(logits_RV, sampling_rows)
-        for request_id, token_id in sampled.token_ids.items():
-            self._requests[request_id].token_ids.append(token_id)
+        logits_RV = self._compute_logits(hidden_TD[inputs.last_rows])
+        sampled = self._sampler.sample(logits_RV, [self._sampling_rows[request_id] for request_id in request_ids])
+        self._batch.append_tokens(sampled.token_ids.keys(), sampled.token_ids.values())
         output.sampled_token_ids = sampled.token_ids
         output.logprobs = sampled.logprobs
         output.failed = sampled.failed
@@ -171,37 +162,35 @@ class ModelRunner:
     def _choose_layer_hook(self) -> LayerTransfers | None:
         return self._layer_hook if self._layer_hook is not None and self._layer_hook.are_wanted() else None
 
-    def _build_inputs(self, items: tuple[ScheduledRequest, ...]) -> tuple[Tensor, AttentionMetadata]:
-        token_ids: list[int] = []
-        for item in items:
-            start = item.num_computed_tokens
-            token_ids += self._requests[item.request_id].token_ids[start : start + item.num_scheduled_tokens]
-        metadata = AttentionMetadata.build(
-            query_lens=[item.num_scheduled_tokens for item in items],
-            seq_lens=[item.num_computed_tokens + item.num_scheduled_tokens for item in items],
-            block_ids=[self._requests[item.request_id].block_ids for item in items],
-            block_size=self._block_size,
-        )
-        return torch.tensor(token_ids, dtype=torch.int64), metadata
+    def _compute_logits(self, hidden_RD: Tensor) -> Tensor:
+        """[R, V] float32, good until the next call: memory for whole batches would be mapped anew each step."""
+        num_rows = hidden_RD.shape[0]
+        if num_rows > self._logits.shape[0]:
+            self._logits = torch.empty(num_rows, self._logits.shape[1], dtype=torch.float32)
+        return self._model.compute_logits(hidden_RD, self._logits[:num_rows])
 
     def _make_prompt_logprobs(
         self, items: tuple[ScheduledRequest, ...], hidden_TD: Tensor, output: ModelRunnerOutput
     ) -> None:
         """Logprobs of the prompt tokens that follow this chunk's tokens."""
+        if not self._want_prompt_logprobs:
+            return
         first_row = 0
         for item in items:
-            request = self._requests[item.request_id]
-            start = item.num_computed_tokens
-            end = min(start + item.num_scheduled_tokens, request.num_prompt_tokens - 1)
-            if request.wants_prompt_logprobs and end > start:
-                num_top = request.sampling.prompt_logprobs or 0
+            if item.request_id in self._want_prompt_logprobs:
+                chunk_TD = hidden_TD[first_row : first_row + item.num_scheduled_tokens]
                 entries = output.prompt_logprobs.setdefault(item.request_id, [])
-                for chunk in range(start, end, _PROMPT_LOGITS_ROWS):
-                    chunk_end = min(chunk + _PROMPT_LOGITS_ROWS, end)
-                    rows = slice(first_row + chunk - start, first_row + chunk_end - start)
-                    logits_TV = self._model.compute_logits(hidden_TD[rows])
-                    targets = request.token_ids[chunk + 1 : chunk_end + 1]
-                    entries += [
-                        build_token_logprobs(row, t, num_top) for row, t in zip(logits_TV, targets, strict=True)
-                    ]
+                entries += self._build_prompt_logprobs(item, chunk_TD)
             first_row += item.num_scheduled_tokens
+
+    def _build_prompt_logprobs(self, item: ScheduledRequest, chunk_TD: Tensor) -> Iterator[TokenLogprobs]:
+        """One entry for each prompt token that follows one of the chunk."""
+        row = self._sampling_rows[item.request_id]
+        start = item.num_computed_tokens
+        end = min(start + item.num_scheduled_tokens, row.num_prompt_tokens - 1)
+        target_ids = row.get_token_ids()[start + 1 : end + 1].tolist()
+        for first in range(0, len(target_ids), _PROMPT_LOGITS_ROWS):
+            chunk_ids = target_ids[first : first + _PROMPT_LOGITS_ROWS]
+            logits_TV = self._compute_logits(chunk_TD[first : first + len(chunk_ids)])
+            for logits_V, target_id in zip(logits_TV, chunk_ids, strict=True):
+                yield build_token_logprobs(logits_V, target_id, row.params.prompt_logprobs or 0)

@@ -227,6 +227,7 @@ class Scheduler:
     def update_from_output(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestOutput]:
         """Take in what the step computed and what the connector reports."""
         outputs = self._update_transfers(result.connector_output)
+        sampled: list[Request] = []
         for item in step.scheduled:
             request = self._requests.get(item.request_id)
             if request is None:
@@ -238,6 +239,9 @@ class Scheduler:
                 outputs.append(self._finish(request, FinishReason.ERROR, error=error))
             else:
                 outputs.extend(self._update_request(request, item, result))
+                if item.request_id in result.sampled_token_ids:
+                    sampled.append(request)
+        self._stats.observe_tokens(sampled, self._clock())
         return outputs
 
     # --- scheduling -------------------------------------------------------------------------------------
@@ -370,7 +374,6 @@ class Scheduler:
         if token_id is None:
             return []
         request.append_token(token_id)
-        self._stats.observe_token(request, self._clock())
         logprobs = result.logprobs.get(request.request_id)
         is_first = request.num_new_tokens == 1
         output = RequestOutput(

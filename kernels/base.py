@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -31,7 +32,7 @@ class AttentionMetadata:
         seq_lens: R context lengths, this step's tokens included.
         positions: [T] int64, each token's position in its request.
         slot_mapping: [T] int64, ``block id * S + offset`` where each token's KV goes.
-        block_table: [R, M] int64 block ids of each request, padded with 0.
+        block_table: [R, M] int64 block ids of each request; behind its context, any block of the pool.
     """
 
     block_size: int
@@ -57,23 +58,41 @@ class AttentionMetadata:
             block_ids: each request's blocks in order; enough for its context, more are ignored.
             block_size: S.
         """
-        starts = np.zeros(len(query_lens) + 1, dtype=np.int64)
-        np.cumsum(query_lens, out=starts[1:])
-        request_T = np.repeat(np.arange(len(query_lens)), query_lens)
-        first_R = np.asarray(seq_lens, dtype=np.int64) - np.asarray(query_lens, dtype=np.int64)
-        positions = np.arange(starts[-1]) + (first_R - starts[:-1])[request_T]
         num_blocks = [-(-length // block_size) for length in seq_lens]
         table = np.zeros((len(query_lens), max(num_blocks, default=0)), dtype=np.int64)
         for row, ids, count in zip(table, block_ids, num_blocks, strict=True):
             row[:count] = ids[:count]
-        slots = table[request_T, positions // block_size] * block_size + positions % block_size
+        query_lens_R, seq_lens_R = (np.asarray(lengths, dtype=np.int64) for lengths in (query_lens, seq_lens))
+        return cls.from_table(query_lens_R, seq_lens_R, table, block_size)
+
+    @classmethod
+    def from_table(
+        cls,
+        query_lens_R: NDArray[np.int64],
+        seq_lens_R: NDArray[np.int64],
+        block_table_RM: NDArray[np.int64],
+        block_size: int,
+    ) -> AttentionMetadata:
+        """The same from arrays.
+
+        Args:
+            query_lens_R: tokens of each request in this step, at least 1; they are its last ones.
+            seq_lens_R: context length of each request, this step's tokens included.
+            block_table_RM: each request's blocks in order; what lies behind its context is any block of the pool.
+            block_size: S.
+        """
+        starts = np.zeros(len(query_lens_R) + 1, dtype=np.int64)
+        np.cumsum(query_lens_R, out=starts[1:])
+        request_T = np.repeat(np.arange(len(query_lens_R)), query_lens_R)
+        positions_T = np.arange(starts[-1]) + (seq_lens_R - starts[1:])[request_T]
+        slots_T = block_table_RM[request_T, positions_T // block_size] * block_size + positions_T % block_size
         return cls(
             block_size=block_size,
             query_start_loc=tuple(starts.tolist()),
-            seq_lens=tuple(seq_lens),
-            positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(slots),
-            block_table=torch.from_numpy(table),
+            seq_lens=tuple(seq_lens_R.tolist()),
+            positions=torch.from_numpy(positions_T),
+            slot_mapping=torch.from_numpy(slots_T),
+            block_table=torch.from_numpy(block_table_RM),
         )
 
 

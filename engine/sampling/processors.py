@@ -7,9 +7,9 @@ repetition penalty over prompt and output (Keskar et al., 2019, CTRL), presence 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.protocol import SamplingParams
@@ -29,7 +29,7 @@ def needs_processing(params: SamplingParams, num_output_tokens: int) -> bool:
 def process_logits(
     logits_V: Tensor,
     params: SamplingParams,
-    token_ids: Sequence[int],
+    token_ids: NDArray[np.int32],
     num_prompt_tokens: int,
     eos_token_ids: frozenset[int],
 ) -> Tensor:
@@ -46,7 +46,7 @@ def process_logits(
         [V] float32.
     """
     logits_V = logits_V.clone()
-    tokens = torch.tensor(token_ids, dtype=torch.int64)
+    tokens = torch.from_numpy(token_ids.astype(np.int64))
     _apply_repetition(logits_V, params.repetition_penalty, tokens)
     _apply_presence_and_frequency(logits_V, params, tokens[num_prompt_tokens:])
     if params.logit_bias:

@@ -7,11 +7,12 @@ order of equal logits in a sort can change a token. Greedy takes the lowest id a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.engine.sampling.draw import draw_uniform
@@ -23,21 +24,27 @@ from pdserve.protocol import SamplingParams, TokenLogprobs
 _NUCLEUS_STEPS = (256, 4096)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplingRow:
-    """One row to sample.
+    """Whose row of logits it is; made once for each request.
 
     Attributes:
         request_id: whose row it is.
         params: its parameters; the seed is set where the temperature is not 0.
-        token_ids: prompt and output so far.
+        get_token_ids: gives prompt and output so far, int32.
         num_prompt_tokens: how many of them are the prompt.
+        is_plain: whether the row's largest logit decides and nobody asked for more.
     """
 
     request_id: str
     params: SamplingParams
-    token_ids: Sequence[int]
+    get_token_ids: Callable[[], NDArray[np.int32]]
     num_prompt_tokens: int
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.is_plain = params.temperature == 0.0 and params.logprobs is None and not needs_processing(params, 0)
 
 
 @dataclass(slots=True)
@@ -72,6 +79,9 @@ class Sampler:
             if not math.isfinite(maxima[i]):
                 output.failed[row.request_id] = "the model produced logits that are not finite"
                 continue
+            if row.is_plain:
+                output.token_ids[row.request_id] = greedy_ids[i]
+                continue
             token_id = self._sample_row(logits_RV[i], row, greedy_ids[i])
             output.token_ids[row.request_id] = token_id
             if row.params.logprobs is not None:
@@ -79,14 +89,14 @@ class Sampler:
         return output
 
     def _sample_row(self, logits_V: Tensor, row: SamplingRow, greedy_id: int) -> int:
-        params = row.params
-        if needs_processing(params, len(row.token_ids) - row.num_prompt_tokens):
-            logits_V = process_logits(logits_V, params, row.token_ids, row.num_prompt_tokens, self._eos_token_ids)
+        params, token_ids = row.params, row.get_token_ids()
+        if needs_processing(params, len(token_ids) - row.num_prompt_tokens):
+            logits_V = process_logits(logits_V, params, token_ids, row.num_prompt_tokens, self._eos_token_ids)
             greedy_id = int(logits_V.argmax())
         if params.temperature == 0.0:
             return greedy_id
         assert params.seed is not None, "a request that samples has a seed by now"
-        return choose_token(logits_V, params, draw_uniform(params.seed, len(row.token_ids)))
+        return choose_token(logits_V, params, draw_uniform(params.seed, len(token_ids)))
 
 
 def _find_maxima(logits_RV: Tensor) -> tuple[list[float], list[int]]:

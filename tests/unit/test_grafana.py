@@ -26,7 +26,7 @@ def collect_labels(*registries: CollectorRegistry) -> dict[str, set[str]]:
     for registry in registries:
         for collector in list(registry._collector_to_names):
             for name in registry._collector_to_names[collector]:
-                found[name] = set(collector._labelnames)
+                found[name] = set(getattr(collector, "_labelnames", ()))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,8 +18,12 @@ VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0)
 
 
+def make_row(request_id: str, params: SamplingParams, tokens: list[int], num_prompt: int) -> SamplingRow:
+    return SamplingRow(request_id, params, lambda: np.array(tokens, dtype=np.int32), num_prompt)
+
+
 def sample_one(logits: torch.Tensor, params: SamplingParams, tokens: list[int], num_prompt: int) -> int:
-    output = Sampler(frozenset({EOS})).sample(logits[None], [SamplingRow("r", params, tokens, num_prompt)])
+    output = Sampler(frozenset({EOS})).sample(logits[None], [make_row("r", params, tokens, num_prompt)])
     return output.token_ids["r"]
 
 
@@ -96,9 +101,7 @@ def test_nucleus_of_a_flat_distribution_is_found_beyond_the_first_look() -> None
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = random_logits(16)
     sampler = Sampler(frozenset({EOS}))
-    rows = [
-        SamplingRow(f"r{i}", SamplingParams(seed=i, top_p=0.9, top_k=20, logprobs=3), [1, 2, i], 2) for i in range(16)
-    ]
+    rows = [make_row(f"r{i}", SamplingParams(seed=i, top_p=0.9, top_k=20, logprobs=3), [1, 2, i], 2) for i in range(16)]
     together = sampler.sample(logits, rows)
     for i, row in enumerate(rows):
         alone = sampler.sample(logits[i : i + 1], [row])
@@ -144,7 +147,7 @@ def test_logprobs_are_of_the_unmodified_distribution_with_ties_in_order_of_id() 
 def test_row_that_is_not_finite_fails_alone() -> None:
     logits = random_logits(2)
     logits[0, 7] = torch.nan
-    rows = [SamplingRow("bad", GREEDY, [1], 1), SamplingRow("good", GREEDY, [1], 1)]
+    rows = [make_row("bad", GREEDY, [1], 1), make_row("good", GREEDY, [1], 1)]
     output = Sampler(frozenset({EOS})).sample(logits, rows)
     assert list(output.failed) == ["bad"]
     assert output.token_ids == {"good": int(logits[1].argmax())}
