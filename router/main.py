@@ -33,6 +33,7 @@ from pdserve.router.api.app import build_app
 from pdserve.router.api.service import RouterService
 from pdserve.router.config import AccessSettings, HttpSettings, PoolSettings, RouterSettings, check_settings
 from pdserve.router.fleet import Fleet
+from pdserve.router.http_protocol import BoundedHttpProtocol
 from pdserve.router.keys.key_ring import KeyRing
 from pdserve.router.keys.sources import read_keys
 from pdserve.router.membership.directory import Directory
@@ -177,7 +178,7 @@ def _serve(settings: RouterSettings, listening: socket.socket) -> int:
     _warn_of_open_doors(settings.http, service)
     config = uvicorn.Config(
         build_app(service),
-        http="httptools",
+        http=BoundedHttpProtocol,
         ws="none",
         log_config=None,
         access_log=False,

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from pdserve.engine.server.about import About
 from pdserve.engine.server.inbox import Drain, Inbox, Page, Scrape
 from pdserve.engine.server.instance_server import Phase
+from pdserve.peers.addresses import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,8 @@ def build_app(
             return JSONResponse({"status": get_phase(), "message": message}, status_code=503)
         return Response(body, media_type=media_type)
 
-    async def drain(_: Request) -> Response:
-        inbox.put(Drain("POST /drain"))
-        return JSONResponse({"status": Phase.DRAINING}, status_code=202)
+    async def drain(request: Request) -> Response:
+        return _start_drain(inbox, request)
 
     routes = [
         Route("/health", health),
@@ -92,6 +92,14 @@ def build_app(
     if debug_blocks:
         routes.append(Route("/debug/blocks", blocks))
     return Starlette(routes=routes)
+
+
+def _start_drain(inbox: Inbox, request: Request) -> Response:
+    """From this machine only: it ends the instance, and the port asks nobody who he is."""
+    if not is_loopback(request.client.host if request.client else ""):
+        return JSONResponse({"message": "POST /drain is taken from the instance's own machine only"}, status_code=403)
+    inbox.put(Drain("POST /drain"))
+    return JSONResponse({"status": Phase.DRAINING}, status_code=202)
 
 
 class HttpPort:

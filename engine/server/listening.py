@@ -36,14 +36,18 @@ def build_gate(context: zmq.Context[zmq.Socket[bytes]], settings: InstanceSettin
         allowed_peers = AllowedPeers(settings.allowed_peers) if settings.allowed_peers else None
     except ValueError as error:
         raise ConfigError(f"--allowed-peers: {error}") from None
-    if curve is None and not is_loopback(settings.host):
-        logger.warning(
-            "whoever reaches port %s of %s may use this instance, and what it sends can be read on its way: give "
-            "--curve-secret-key and --curve-peer-keys", settings.port, settings.host
-        )  # fmt: skip
     if curve is None and allowed_peers is None:
         return None
     return Gate(context, allowed_peers=allowed_peers, curve=curve)
+
+
+def warn_of_open_door(settings: InstanceSettings) -> None:
+    """Tell when other machines reach the instance and nothing asks who they are."""
+    if settings.curve_secret_key is None and not is_loopback(settings.host):
+        logger.warning(
+            "whoever reaches %s may use this instance, and what it sends can be read on its way: give "
+            "--curve-secret-key and --curve-peer-keys", settings.host
+        )  # fmt: skip
 
 
 def bind_router_socket(

@@ -27,7 +27,14 @@ from pdserve.engine.server.counters import ServerCounters
 from pdserve.engine.server.http_port import HttpPort, build_app
 from pdserve.engine.server.inbox import Inbox, Page
 from pdserve.engine.server.instance_server import InstanceServer, Phase
-from pdserve.engine.server.listening import ReadyNote, bind_http_socket, bind_router_socket, build_gate, url_host
+from pdserve.engine.server.listening import (
+    ReadyNote,
+    bind_http_socket,
+    bind_router_socket,
+    build_gate,
+    url_host,
+    warn_of_open_door,
+)
 from pdserve.engine.server.settings import InstanceConfig
 from pdserve.engine.server.signals import DrainOnSignal
 from pdserve.engine.server.socket_thread import SocketThread
@@ -101,6 +108,7 @@ class _Instance:
         generation = f"{time.time_ns():x}-{secrets.token_hex(4)}"
         configure_logging(instance_id, settings.log_level)
         logger.info("settings", extra={"kv": describe_settings(self._config)})
+        warn_of_open_door(settings)
         host = url_host(settings.host)
         note = ReadyNote(
             instance_id=instance_id,

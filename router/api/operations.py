@@ -9,13 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve.errors import RequestError, UnavailableError
+from pdserve.peers.addresses import is_loopback
 from pdserve.router.api.body import read_body
 from pdserve.router.api.errors import json_response
 from pdserve.router.api.prepare import render_chat
 from pdserve.router.api.request_types import DetokenizeFields, TokenizeFields, parse_body
 from pdserve.router.api.service import RouterService, run_tokenizer
-
-_THIS_MACHINE = ("127.0.0.1", "::1")
 
 
 def list_models(service: RouterService) -> Response:
@@ -81,7 +80,7 @@ def start_drain(service: RouterService, request: Request) -> Response:
             raise RequestError(
                 "POST /drain needs an administrator's API key", code="insufficient_permissions", http_status=403
             )
-    elif (request.client.host if request.client else "") not in _THIS_MACHINE:
+    elif not is_loopback(request.client.host if request.client else ""):
         raise RequestError("POST /drain is taken from the router's own machine only", code="forbidden", http_status=403)
     service.drain.begin()
     return json_response({"status": "draining"}, status=202)

@@ -1,16 +1,20 @@
 """Logging set-up shared by every process: stdlib logging, one line a record, role and instance in front.
 
 A line carries keys given through ``extra={"kv": {...}}`` as ``key=value`` at its end. Prompt text and
-secrets are never logged; the callers see to that.
+secrets are never logged; the callers see to that. Control characters are written as escapes, so that what others
+chose (a name, a frame) cannot make a line of its own.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 
 from pdserve import env
 from pdserve.errors import ConfigError
+
+_CONTROL_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class _LineFormatter(logging.Formatter):
@@ -22,13 +26,17 @@ class _LineFormatter(logging.Formatter):
             datefmt="%H:%M:%S",
         )
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Format ``record`` with the pairs of its ``kv`` extra behind the message."""
-        line = super().format(record)
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line of ``record``, with the pairs of its ``kv`` extra behind the message; a traceback follows it."""
+        line = super().formatMessage(record)
         pairs = getattr(record, "kv", None)
         if pairs:
             line += " " + " ".join(f"{key}={value}" for key, value in pairs.items())
-        return line
+        return _CONTROL_CHARACTER.sub(_escape, line)
+
+
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
 
 
 def configure_logging(process_name: str, level: str | None = None) -> None:

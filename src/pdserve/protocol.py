@@ -22,7 +22,7 @@ and what belongs to a session whose Hello has not come for ``session_timeout_s``
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -30,6 +30,9 @@ from pdserve.kv_layout import ModelIdentity
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"\A[ -~]*\Z")]
+"""What a router calls itself, its sessions and its requests: it comes into logs and answers."""
 
 
 class Role(enum.StrEnum):
@@ -196,8 +199,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
         wants_cache_events: send `CacheEvents`, the whole index first.
     """
 
-    router_id: str
-    session: str
+    router_id: Name
+    session: Name
     protocol_version: int = PROTOCOL_VERSION
     wants_cache_events: bool = False
 
@@ -218,7 +221,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         timeout_s: the engine ends the request with TIMEOUT after this long from its receipt.
     """
 
-    request_id: str
+    request_id: Name
     prompt_token_ids: list[int]
     output_token_ids: list[int] = []
     sampling: SamplingParams

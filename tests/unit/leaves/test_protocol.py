@@ -83,3 +83,15 @@ def test_instance_messages_survive(message: p.InstanceMessage) -> None:
 def test_anything_else_is_refused(frame: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         p.decode_router_message(frame)
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "a\n", "a\x1b[2J", "é", "x" * 257])
+def test_names_that_could_harm_a_log_are_no_names(name: str) -> None:
+    hello = p.encode(p.Hello(router_id="r", session="s"))
+    for field in ("router_id", "session"):
+        fields = {**msgspec.msgpack.decode(hello), field: name}
+        with pytest.raises(msgspec.ValidationError) as caught:
+            p.decode_router_message(msgspec.msgpack.encode(fields))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(msgspec.ValidationError):
+        p.decode_router_message(p.encode(msgspec.structs.replace(ROUTER_MESSAGES[1], request_id=name)))

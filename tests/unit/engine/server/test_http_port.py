@@ -58,6 +58,18 @@ def test_the_port_serves_metrics_and_drain_from_its_thread() -> None:
         httpx.get(url, timeout=5)
 
 
+def test_drain_from_elsewhere_is_refused() -> None:
+    inbox = Inbox()
+
+    async def status() -> int:
+        transport = httpx.ASGITransport(build_app(inbox, lambda: Phase.READY), client=("10.0.0.9", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://instance") as client:
+            return (await client.post("/drain")).status_code
+
+    assert asyncio.run(status()) == 403
+    assert len(inbox) == 0
+
+
 def test_metrics_before_the_engine_stands_are_503() -> None:
     async def status() -> int:
         transport = httpx.ASGITransport(build_app(Inbox(), lambda: Phase.STARTING))

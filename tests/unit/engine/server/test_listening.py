@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pdserve.engine.server.listening import build_gate
+from pdserve.engine.server.listening import build_gate, warn_of_open_door
 from pdserve.engine.server.settings import InstanceSettings
 from pdserve.errors import ConfigError
 from pdserve.peers.curve_keys import make_key_pair
@@ -24,19 +24,22 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_an_open_door_to_other_machines_is_one_warning(
-    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    secret, public = make_key_pair("a", tmp_path)
+def test_an_open_door_to_other_machines_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("pdserve").propagate = True
-    assert build_gate(context, InstanceSettings()) is None
+    warn_of_open_door(InstanceSettings())
+    warn_of_open_door(InstanceSettings(host="0.0.0.0", curve_secret_key="some.secret"))
     assert warnings_of(caplog) == []
-    assert build_gate(context, InstanceSettings(host="0.0.0.0", port=8100)) is None
+    warn_of_open_door(InstanceSettings(host="0.0.0.0"))
     assert len(warnings_of(caplog)) == 1
-    assert "port 8100 of 0.0.0.0" in warnings_of(caplog)[0]
-    settings = InstanceSettings(host="0.0.0.0", curve_secret_key=str(secret), curve_peer_keys=str(public))
-    assert build_gate(context, settings) is not None
-    assert len(warnings_of(caplog)) == 1
+    assert "whoever reaches 0.0.0.0 may use this instance" in warnings_of(caplog)[0]
+
+
+def test_gate_is_there_only_where_something_is_asked_for(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+) -> None:
+    assert build_gate(context, InstanceSettings(host="0.0.0.0")) is None
+    secret, public = make_key_pair("a", tmp_path)
+    assert build_gate(context, InstanceSettings(curve_secret_key=str(secret), curve_peer_keys=str(public))) is not None
 
 
 @pytest.mark.parametrize(
