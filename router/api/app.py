@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,6 +18,7 @@ from pdserve.router.api import generate, operations, page, status
 from pdserve.router.api.authentication import PUBLIC_PATHS, Authentication
 from pdserve.router.api.boundary import HttpBoundary
 from pdserve.router.api.errors import error_response, json_response
+from pdserve.router.api.openapi import build_document
 from pdserve.router.api.service import RouterService
 from pdserve.router.membership.directory import follow
 
@@ -47,6 +49,7 @@ def build_app(service: RouterService) -> FastAPI:
     app.add_exception_handler(HTTPException, _answer_http_error)
     _add_generation_routes(app, service)
     _add_operation_routes(app, service)
+    app.openapi = functools.cache(lambda: build_document(app))  # type: ignore[method-assign]
     return app
 
 

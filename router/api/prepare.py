@@ -21,8 +21,6 @@ from pdserve.router.record import ChoiceRecord, RequestRecord
 from pdserve.text.text_stream import TextStream
 
 _DEFAULT_COMPLETION_TOKENS = 16
-MAX_COMPLETION_LOGPROBS = 5
-MAX_TOP_LOGPROBS = 20
 _OWN_ARGUMENTS = frozenset(("self", "messages", "tools", "add_generation_prompt", "continue_final_message"))
 
 
@@ -80,10 +78,6 @@ async def prepare_completion(service: RouterService, fields: CompletionFields) -
     """
     service.check_model(fields.model)
     limits = service.fleet.get_limits()
-    if fields.logprobs is not None and not 0 <= fields.logprobs <= MAX_COMPLETION_LOGPROBS:
-        raise RequestError(
-            f"logprobs is {fields.logprobs}; it must be between 0 and {MAX_COMPLETION_LOGPROBS}", param="logprobs"
-        )
     max_tokens = _DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
     sampling = build_sampling(fields, max_tokens=max_tokens, logprobs=fields.logprobs)
     best_of = _check_best_of(fields)
@@ -109,10 +103,6 @@ async def prepare_chat(service: RouterService, fields: ChatFields) -> PreparedRe
     service.check_model(fields.model)
     limits = service.fleet.get_limits()
     num_top = fields.top_logprobs
-    if num_top is not None and not 0 <= num_top <= MAX_TOP_LOGPROBS:
-        raise RequestError(
-            f"top_logprobs is {num_top}; it must be between 0 and {MAX_TOP_LOGPROBS}", param="top_logprobs"
-        )
     if num_top and not fields.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
@@ -181,8 +171,6 @@ async def _tokenize_prompts(service: RouterService, fields: CompletionFields) ->
     prompt = fields.prompt
     if isinstance(prompt, str):
         return [await _tokenize(service, prompt, fields)]
-    if not prompt:
-        raise RequestError("prompt is an empty list", param="prompt")
     if all(type(item) is int for item in prompt):
         return [Prompt(prompt)]
     if len(prompt) > service.settings.admission.max_choices:
@@ -240,14 +228,20 @@ def _check(
 ) -> PreparedRequest:
     n = 1 if fields.n is None else fields.n
     max_choices = service.settings.admission.max_choices
-    if n < 1 or n * len(prompts) > max_choices:
-        raise RequestError(f"n is {n}; it must be at least 1, and prompts times n at most {max_choices}", param="n")
+    if n * len(prompts) > max_choices:
+        raise RequestError(f"n is {n}; prompts times n may be {max_choices} at most", param="n")
     if best_of is not None and best_of * len(prompts) > max_choices:
-        raise RequestError(f"best_of is {best_of}; prompts times best_of may be {max_choices}", param="best_of")
+        raise RequestError(f"best_of is {best_of}; prompts times best_of may be {max_choices} at most", param="best_of")
     if fields.stream and fields.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs are not available with stream", param="prompt_logprobs")
     if fields.stream_options is not None and not fields.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
+    if fields.stream_options is not None and fields.stream_options.continuous_usage_stats:
+        raise RequestError(
+            "stream_options.continuous_usage_stats is not supported; include_usage is",
+            param="stream_options.continuous_usage_stats",
+            code="unsupported_parameter",
+        )
     for prompt, sampling in zip(prompts, sampling_of_prompts, strict=True):
         check_request(AddRequest(request_id="", prompt_token_ids=prompt.token_ids, sampling=sampling), limits)
         check_length(len(prompt.token_ids), sampling.max_tokens, limits)

@@ -1,5 +1,9 @@
 """The bodies that clients send, as types.
 
+The types' bounds are checked as a body is parsed and printed in the OpenAPI document, so the two cannot differ. Bounds
+that depend on the model or on several fields are checked behind it: `pdserve.router.api.prepare`,
+`pdserve.request_checks`.
+
 What a type does not name is either known not to be supported, which is a plain 400 when it is asked for, or has no
 influence on the answer and is ignored. So are ``kv_transfer_params``: only connectors make them.
 
@@ -8,72 +12,127 @@ A field that is absent or null stays None: defaults belong to `pdserve.protocol.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import re
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from pdserve.errors import RequestError
+from pdserve.request_checks import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+
+Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+TokenIdText = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+
+_PROMPT_ITEMS = {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string"},
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["type", "text"],
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                    },
+                },
+                {"type": "null"},
+            ],
+            "description": "May be absent only beside tool_calls.",
+        },
+        "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
+    },
+}
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string", "minLength": 1}},
+        },
+    },
+}
+
+PromptList = Annotated[list[Any], Meta(min_length=1, extra_json_schema={"items": _PROMPT_ITEMS})]
+Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, extra_json_schema={"items": _MESSAGE})]
+Tools = Annotated[list[Any], Meta(extra_json_schema={"items": _TOOL})]
+ToolChoice = Annotated[str | dict[str, Any], Meta(extra_json_schema={"enum": ["auto", "none"]})]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """Options of a streamed answer."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: Annotated[bool, Meta(extra_json_schema={"const": False})] | None = None
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What both endpoints take: OpenAI's fields, and below them extensions by the names that vLLM gave them."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    n: Positive | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenIdText, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    seed: Int64 | None = None
     user: str | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    min_tokens: Natural | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    prompt_logprobs: Natural | None = None
+    priority: Int64 | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     add_special_tokens: bool | None = None
-    timeout: float | None = None
+    timeout: Annotated[float, Meta(gt=0, description="Seconds.")] | None = None
 
 
 class CompletionFields(GenerationFields, kw_only=True):
     """Body of ``POST /v1/completions``."""
 
-    prompt: str | list[Any]
-    logprobs: int | None = None
+    prompt: str | PromptList
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Positive | None = None
 
 
 class ChatFields(GenerationFields, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    messages: Messages
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
 
 
 class TokenizeFields(msgspec.Struct, kw_only=True):
@@ -81,23 +140,23 @@ class TokenizeFields(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
 
 
 class DetokenizeFields(msgspec.Struct, kw_only=True):
     """Body of ``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Natural]
 
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "suffix": ("",),
     "functions": ([],),
@@ -129,14 +188,23 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that would change the answer and are not supported (chat takes its own of them), with the values that ask for
 nothing."""
 
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$")
+_MAX_SHOWN_CHARACTERS = 60
+
 Fields = TypeVar("Fields", bound=msgspec.Struct)
+
+
+def get_unsupported(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+    """The fields that a body of this kind may have with values that ask for nothing only, with those values."""
+    return {name: values for name, values in NEUTRAL_VALUES.items() if name not in kind.__struct_fields__}
 
 
 def parse_body(body: bytes, kind: type[Fields]) -> Fields:
     """The body as its type.
 
     Raises:
-        RequestError: it is no JSON object, a field has a wrong type or is missing, or an unsupported one is set.
+        RequestError: it is no JSON object, a field is missing, has a wrong type or is out of its bounds, or an
+            unsupported one is set.
     """
     try:
         value = msgspec.json.decode(body)
@@ -144,21 +212,28 @@ def parse_body(body: bytes, kind: type[Fields]) -> Fields:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
-    for name in (_NEUTRAL.keys() & value.keys()) - set(kind.__struct_fields__):
-        if value[name] is not None and value[name] not in _NEUTRAL[name]:
+    for name in NEUTRAL_VALUES.keys() & value.keys():
+        if name in kind.__struct_fields__ or value[name] is None:
+            continue
+        if value[name] not in NEUTRAL_VALUES[name]:
             raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _explain(error) from None
+        raise _explain(error, value) from None
 
 
-def _explain(error: msgspec.ValidationError) -> RequestError:
-    """``Expected `int`, got `str` - at `$.max_tokens` `` names the parameter in front."""
-    text, _, path = str(error).partition(" - at `$")
-    param = path.rstrip("`").lstrip(".") or None
-    if param is None and "required field `" in text:
+def _explain(error: msgspec.ValidationError, body: dict[str, Any]) -> RequestError:
+    """``Expected `int` >= 1 - at `$.max_tokens` `` names the parameter in front and its value behind."""
+    place = _PLACE.search(str(error))
+    param = place.group(1) if place else None
+    text = str(error)[: place.start()] if place else str(error)
+    if not param and "required field `" in text:
         param = text.rpartition("required field `")[2].rstrip("`")
         return RequestError(f"{param} is required", param=param, code="missing_required_parameter")
-    place = f"{param}: " if param else ""
-    return RequestError(f"{place}{text[:1].lower()}{text[1:]}", param=param, code="invalid_type")
+    code = "invalid_type" if ", got `" in text else "invalid_value"
+    value = body.get(param or "")
+    if code == "invalid_value" and isinstance(value, int | float | str):
+        text = f"{text}, got {value!r:.{_MAX_SHOWN_CHARACTERS}}"
+    subject = f"{param}: " if param else ""
+    return RequestError(f"{subject}{text[:1].lower()}{text[1:]}", param=param or None, code=code)

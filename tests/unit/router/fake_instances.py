@@ -176,7 +176,7 @@ class FakeInstance:
             finish_reason = None
             if token_id in sampling.stop_token_ids:
                 finish_reason = FinishReason.STOP
-            elif position == sampling.max_tokens:
+            elif position == sampling.max_tokens or len(message.prompt_token_ids) + position == LIMITS.max_model_len:
                 finish_reason = FinishReason.LENGTH
             if fault.after_tokens == len(outputs):
                 return outputs

@@ -67,7 +67,7 @@ BOTH: list[tuple[dict[str, Any], int, str | None]] = [
     ({"priority": 2**70}, 400, "priority"),
     ({"stop": ["a", "b", "c", "d", "e"]}, 400, "stop"),
     ({"stop": ""}, 400, "stop"),
-    ({"stop": ["a", ""]}, 400, "stop"),
+    ({"stop": ["a", ""]}, 400, "stop[1]"),
     ({"stop": 5}, 400, "stop"),
     ({"stop": "x" * 2000}, 400, "stop"),
     ({"stop_token_ids": [-1]}, 400, "stop_token_ids"),
