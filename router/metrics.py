@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from pdserve.protocol import Role
 from pdserve.router.prefix_memory import PrefixMode
+from pdserve.router.token_metrics import TokenMetrics
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -24,9 +25,8 @@ class RouterMetrics:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token", _TTFT_BUCKETS
         )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two arrivals of one choice's tokens", _ITL_BUCKETS
-        )
+        self.tokens = TokenMetrics(_PREFIX, _ITL_BUCKETS)
+        self.registry.register(self.tokens)
         self.request_latency = self._histogram(
             "e2e_request_latency_seconds", "From a request's arrival to its end", _E2E_BUCKETS
         )
@@ -43,7 +43,6 @@ class RouterMetrics:
         self.num_waiting = self._gauge("num_requests_waiting", "Requests waiting to be let in")
         self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests let in")
         self.cached_tokens = self._counter("cached_prompt_tokens_total", "Prompt tokens that were reused")
-        self.generation_tokens = self._counter("generation_tokens_total", "Tokens that went to clients")
         self.handoffs = self._counter("handoffs_total", "Prefill legs that ended in a hand-off")
         self.colocated_fallbacks = self._counter(
             "colocated_fallbacks_total", "Requests that decode did whole because the prefill pool was gone"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 
@@ -148,14 +147,14 @@ class ChoiceRecord:
 
     def note_tokens(self, num_tokens: int) -> None:
         """Tokens came."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = time.monotonic()
         if self._last_tokens_s is None:
             self._request.note_first_token()
         else:
-            self._request.metrics.inter_token_latency.observe(now_s - self._last_tokens_s)
+            self._request.metrics.tokens.note_gap(now_s - self._last_tokens_s)
         self._last_tokens_s = now_s
         self._request.num_output_tokens += num_tokens
-        self._request.metrics.generation_tokens.inc(num_tokens)
+        self._request.metrics.tokens.note_tokens(num_tokens)
 
     def leg_started(self, role: Role, instance: Instance) -> None:
         """A leg was sent."""
