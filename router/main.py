@@ -47,7 +47,7 @@ from pdserve.router.watched_files import WatchedFiles
 from pdserve.settings import describe_settings, load_settings
 from pdserve.text import ChatTemplate, load_tokenizer
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("pdserve.router.main")
 
 _BACKLOG = 2048
 

@@ -35,7 +35,7 @@ from pdserve.protocol import (
     encode,
 )
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 def wait_until(condition: Callable[[], object], what: str = "the condition") -> None:
