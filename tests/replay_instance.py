@@ -169,6 +169,8 @@ class ReplayInstance:
     # --- out ---
 
     def step(self, now_s: float) -> None:
+        if self.options.die_after_tokens == 0:
+            os._exit(9)
         by_peer: dict[bytes, list[RequestOutput]] = {}
         for key, request in list(self.live.items()):
             output = self.go_on(request, now_s)
@@ -299,7 +301,9 @@ def parse_options() -> ReplayOptions:
     parser.add_argument("--step-ms", type=float, default=0.0, help="time between two steps")
     parser.add_argument("--handoff-ms", type=float, default=0.0, help="time from a first token to its HANDOFF")
     parser.add_argument("--refuse", default="", metavar="CODE:STATUS", help="answer every request with this error")
-    parser.add_argument("--die-after-tokens", type=int, help="end hard once so many tokens were sent")
+    parser.add_argument(
+        "--die-after-tokens", type=int, help="end hard once so many tokens were sent; 0 = with the first request"
+    )
     parser.add_argument("--lose-kv", dest="keep_kv", action="store_false", help="find nothing after a hand-off")
     parser.add_argument("--ready-file", type=Path)
     parser.add_argument("--stats-file", type=Path)

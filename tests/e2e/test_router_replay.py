@@ -154,6 +154,52 @@ def test_only_decode_instance_may_be_restarted_in_mid_stream(service: Service, e
     assert text == expected
 
 
+def test_prefill_that_dies_before_its_token_is_replaced_by_another(service: Service, expected: str) -> None:
+    dying, other = service.add("prefill", "--die-after-tokens", "0"), service.add("prefill")
+    decode = service.add("decode")
+    service.start("--prefill-policy", "round_robin").wait_for(2, 1)
+    for _ in range(2):
+        assert "".join(service.stream_text()) == expected
+    assert dying.process is not None
+    assert dying.process.wait(10) == 9
+    assert (other.stats["added"], decode.stats["with_kv"]) == (2, 2)
+    assert service.get_metric("retries_total") == 1
+
+
+@pytest.mark.parametrize("num_tokens", ["0", "10"])
+def test_decode_that_dies_twice_costs_two_pauses(service: Service, expected: str, num_tokens: str) -> None:
+    """Before its first token, and in mid-stream; only then is there one that lives."""
+    prefill = service.add("prefill")
+    dying = [service.add("decode", "--step-ms", "2", "--die-after-tokens", num_tokens) for _ in range(2)]
+    service.start().wait_for(1, 2)
+    stream = service.stream_text()
+    text = next(stream)
+    for instance in dying:
+        assert instance.process is not None
+        assert instance.process.wait(20) == 9
+    dying[0].options = []
+    dying[0].start()
+    assert text + "".join(stream) == expected
+    assert service.get_metric("retries_total") == 2
+    assert (prefill.stats["added"], dying[0].stats["with_kv"]) == (1, 0)
+
+
+def test_decode_that_dies_again_and_again_ends_in_a_plain_error(service: Service, expected: str) -> None:
+    service.add("prefill")
+    dying = [service.add("decode", "--step-ms", "2", "--die-after-tokens", "10") for _ in range(3)]
+    service.start().wait_for(1, 3)
+    text = ""
+    with pytest.raises(openai.APIError, match="3 instances failed the request"):  # noqa: PT012
+        for part in service.stream_text():
+            text += part
+    assert text
+    assert expected.startswith(text)
+    for instance in dying:
+        assert instance.process is not None
+        assert instance.process.wait(10) == 9
+    assert httpx.get(f"{service.url}/health").status_code == 200
+
+
 def test_stuck_decode_instance_is_lost_by_its_silence(service: Service, expected: str) -> None:
     decodes = [service.add("decode", "--step-ms", "10"), service.add("decode", "--step-ms", "10")]
     service.start("--heartbeat-timeout-s", "1", "--heartbeat-interval-s", "0.25").wait_for(0, 2)
