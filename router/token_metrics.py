@@ -40,6 +40,10 @@ class TokenMetrics(Collector):
         self._counts[bisect_left(self._bounds_s, gap_s)] += 1
         self._sum_s += gap_s
 
+    def describe(self) -> Iterator[Metric]:
+        """Their names, for the registry."""
+        return self.collect()
+
     def collect(self) -> Iterator[Metric]:
         """Both, for the registry."""
         yield CounterMetricFamily(

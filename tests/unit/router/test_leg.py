@@ -12,7 +12,6 @@ from pdserve.errors import PdserveError, RequestTimeoutError
 from pdserve.protocol import FinishReason, KVTransferParams, RequestOutput, TimelineEvent, TokenLogprobs
 from pdserve.router.leg import InstanceLostError, Leg
 
-
 PARAMS = KVTransferParams(connector="c", transfer_id="t")
 
 
