@@ -1,9 +1,11 @@
-"""Thousands of requests through real processes, with clients that leave and instances that are killed.
+"""Thousands of requests through real processes, with clients that leave, instances that are killed, and harm done
+to what KV goes through.
 
-    python tests/soak/soak.py --connector shared_storage --requests 10000 --prefill 2 --decode 2 --kills 4
+    python tests/soak/soak.py --connector nixl --requests 10000 --prefill 2 --decode 2 --kills 6 --harms 24
 
-Every client that stays must get the tokens one engine gives alone, or a plain error; afterwards no block may be
-held, no instance may have died by anything but the script's own kills, and the last line says what was counted.
+Every client that stays must get the tokens one engine gives alone, or a plain error, and no connection may break;
+afterwards no block may be held, no instance may have died by anything but the script's own kills, and none may have
+logged a traceback. The last lines say what was counted.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import sys
 import tempfile
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,155 +26,123 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from processes import Deployment
+from media import Medium, build_medium
+from processes import Deployment, ManagedProcess
 from tiny_model import build_tiny_model
-
-from pdserve.engine import LLM, SamplingParams
-
-
-@dataclass
-class Visit:
-    """One request, and what came of it."""
-
-    index: int
-    prompt: list[int]
-    max_tokens: int
-    temperature: float
-    leaves_after: int | None
-    text: str = ""
-    num_events: int = 0
-    outcome: str = "unfinished"
-
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature, seed=self.index, max_tokens=self.max_tokens)
+from visits import Visit, check, plan_visits, run_clients
 
 
-def plan_visits(count: int) -> list[Visit]:
-    rng = random.Random(11)
-    shared = [[rng.randrange(100, 40000) for _ in range(400)] for _ in range(8)]
-    visits = []
-    for index in range(count):
-        prompt = [rng.randrange(100, 40000) for _ in range(rng.choice((1, 7, 15, 16, 17, 32, 40, 90)))]
-        if rng.random() < 0.4:
-            prompt = rng.choice(shared)[: rng.randrange(1, 400)] + prompt
-        leaves_after = rng.randrange(0, 8) if rng.random() < 0.2 else None
-        visits.append(Visit(index, prompt, rng.choice((1, 2, 4, 8, 16)), rng.choice((0.0, 1.0)), leaves_after))
-    return visits
+@dataclass(frozen=True)
+class Counts:
+    """What was seen besides the answers; token and transfer counts are of the instances that lived to the end."""
+
+    num_harms: int
+    num_loaded_tokens: int
+    failures: Counter[str]
+    leaks: list[str]
+    dead: list[str]
+    tracebacks: list[str]
 
 
-async def pay_visit(client: httpx.AsyncClient, visit: Visit) -> None:
-    body = {
-        "prompt": visit.prompt,
-        "max_tokens": visit.max_tokens,
-        "temperature": visit.temperature,
-        "seed": visit.index,
-        "stream": True,
-    }
-    try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                error = json.loads(await response.aread())["error"]
-                visit.outcome = f"error {response.status_code} {error['code']}"
-                return
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    visit.outcome = f"error in stream {event['error']['code']}"
-                    return
-                for choice in event["choices"]:
-                    visit.text += choice["text"]
-                    visit.num_events += 1
-                    if choice["finish_reason"]:
-                        visit.outcome = choice["finish_reason"]
-                if visit.leaves_after is not None and visit.num_events > visit.leaves_after:
-                    visit.outcome = "left"
-                    return
-    except httpx.HTTPError as error:
-        visit.outcome = f"transport {type(error).__name__}"
+async def wait_for_share(share: float, total: int, started: list[int]) -> None:
+    while started[0] < total * share:
+        await asyncio.sleep(0.1)
 
 
-async def run_clients(url: str, visits: list[Visit], num_clients: int, started: list[int]) -> None:
-    queue = iter(visits)
-    limits = httpx.Limits(max_connections=num_clients)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-
-        async def work() -> None:
-            for visit in queue:
-                started[0] += 1
-                await pay_visit(client, visit)
-                while visit.outcome.startswith("error 503"):  # what a client does: nothing was lost, ask again
-                    await asyncio.sleep(0.25)
-                    await pay_visit(client, visit)
-
-        await asyncio.gather(*(work() for _ in range(num_clients)))
-
-
-async def kill_at_times(deployment: Deployment, count: int, total: int, started: list[int]) -> None:
-    rng = random.Random(5)
+async def kill_at_times(deployment: Deployment, count: int, total: int, started: list[int]) -> list[str]:
+    """Kill and restart instances, spread over the run; names of those that were found dead before."""
+    rng, found_dead = random.Random(5), []
     for i in range(count):
-        while started[0] < total * (i + 1) / (count + 2):
-            await asyncio.sleep(0.1)
+        await wait_for_share((i + 1) / (count + 2), total, started)
         victim = rng.choice(deployment.instances)
         print(f"{started[0]} requests begun: killing {victim.name}", flush=True)
+        if not victim.is_alive:
+            found_dead.append(victim.name)
         victim.kill()
         await asyncio.sleep(0.5)
         victim.start()
         await asyncio.to_thread(victim.wait_ready)
+    return found_dead
 
 
-def check(visits: list[Visit], model: Path) -> Counter[str]:
-    """Compare with one engine; counts of outcomes and of wrong answers."""
-    engine = LLM(str(model), max_num_seqs=64, num_blocks=8192, max_num_batched_tokens=4096)
-    counts: Counter[str] = Counter()
-    for start in range(0, len(visits), 500):
-        chunk = visits[start : start + 500]
-        expected = engine.generate([v.prompt for v in chunk], [v.params for v in chunk], use_tqdm=False)
-        for visit, answer in zip(chunk, expected, strict=True):
-            whole = visit.outcome in ("stop", "length")
-            is_right = visit.text == answer.text if whole else answer.text.startswith(visit.text)
-            counts[visit.outcome] += 1
-            counts["WRONG"] += not is_right or (whole and visit.outcome != answer.finish_reason)
-    engine.close()
-    return counts
+async def harm_at_times(medium: Medium, count: int, total: int, started: list[int]) -> int:
+    """Do every kind of harm in turn, spread over the run; how many were done."""
+    count = count if medium.harms else 0
+    for i in range(count):
+        await wait_for_share((i + 1) / (count + 2), total, started)
+        harm = medium.harms[i % len(medium.harms)]
+        print(f"{started[0]} requests begun: {harm.name}", flush=True)
+        await asyncio.to_thread(harm.inflict)
+    return count
+
+
+def find_leaks(instance: ManagedProcess) -> list[str]:
+    """What an idle instance still holds, or cannot explain."""
+    report = httpx.get(f"{instance.ready['http']}/debug/blocks", timeout=10).json()
+    return [f"{instance.name}: {what}" for what in (*report["holdings"], *report["mistakes"])]
+
+
+def count_failures(instance: ManagedProcess) -> Counter[str]:
+    """Transfers that failed, by kind."""
+    failures: Counter[str] = Counter()
+    for line in httpx.get(f"{instance.ready['http']}/metrics", timeout=10).text.splitlines():
+        found = re.match(r'pdserve_kv_transfer_failures_total\{.*kind="(\w+)".*\} (\S+)', line)
+        if found:
+            failures[found[1]] += int(float(found[2]))
+    return failures
+
+
+async def run_service(args: argparse.Namespace, deployment: Deployment, medium: Medium, visits: list[Visit]) -> Counts:
+    """Clients, kills and harm at once; then everything is looked at and stopped."""
+    started = [0]
+    killing = asyncio.create_task(kill_at_times(deployment, args.kills, args.requests, started))
+    harming = asyncio.create_task(harm_at_times(medium, args.harms, args.requests, started))
+    await run_clients(deployment.url, visits, args.clients, started)
+    dead, num_harms = await killing, await harming
+    await asyncio.to_thread(deployment.wait_idle, 90.0)
+    loaded = sum(i.get_metric("pdserve_external_cache_hits_total") for i in deployment.decode)
+    failures = sum((count_failures(instance) for instance in deployment.instances), Counter[str]())
+    leaks = [leak for instance in deployment.instances for leak in find_leaks(instance)]
+    dead += [p.name for p in (*deployment.instances, deployment.router) if not p.is_alive]
+    statuses = await asyncio.to_thread(deployment.stop)
+    dead += [f"{name} ended with {status}" for name, status in statuses.items() if status]
+    logs = [process.log.read_text(errors="replace") for process in (*deployment.instances, deployment.router)]
+    tracebacks = [log[log.index("Traceback") :][:2000] for log in logs if "Traceback" in log]
+    return Counts(num_harms, int(loaded), failures, leaks, dead, tracebacks)
 
 
 async def soak(args: argparse.Namespace, directory: Path) -> int:
     model = build_tiny_model(directory / "model")
     visits = plan_visits(args.requests)
+    medium = build_medium(args.connector, directory, args.prefill)
     options = [f"--connector-option={option}" for option in args.connector_option]
-    engine_options = ["--model", str(model), "--connector", args.connector, *options, "--watchdog-interval-s", "1"]
-    with Deployment(
+    engine_options = ["--model", str(model), "--connector", medium.connector, *options, "--debug-blocks"]
+    deployment = Deployment(
         directory,
         num_prefill=args.prefill,
         num_decode=args.decode,
         engine_options=engine_options,
         router_options=["--model", str(model)],
-        store_option=args.connector == "shared_storage",
-    ) as deployment:
-        began, started = time.monotonic(), [0]
-        killing = asyncio.create_task(kill_at_times(deployment, args.kills, args.requests, started))
-        await run_clients(deployment.url, visits, args.clients, started)
-        await killing
-        seconds = time.monotonic() - began
-        await asyncio.to_thread(deployment.wait_idle, 60.0)
-        unexplained = [i.get_metric("pdserve_kv_blocks_unexplained") for i in deployment.instances]
-        external = sum(i.get_metric("pdserve_external_cache_hits_total") for i in deployment.decode)
-        deaths = sum(i.num_starts - 1 for i in deployment.instances) - args.kills
-        dead = [p.name for p in (*deployment.instances, deployment.router) if not p.is_alive]
-        statuses = deployment.stop()
-    counts = check(visits, model)
-    failed = bool(
-        counts["WRONG"] or counts["unfinished"] or any(unexplained) or deaths or dead or any(statuses.values())
+        store_option=False,
     )
-    print(json.dumps({"connector": args.connector, "topology": f"{args.prefill}P{args.decode}D", **counts}))
+    medium.equip(deployment)
+    try:
+        with deployment:
+            counts = await run_service(args, deployment, medium, visits)
+    finally:
+        medium.close()
+    outcomes = check(visits, model)
+    print(json.dumps({"connector": args.connector, "topology": f"{args.prefill}P{args.decode}D", **outcomes}))
     print(
-        f"{args.requests} requests in {seconds:.0f} s, {counts['WRONG']} wrong, tokens loaded by decode "
-        f"{external:.0f}, unexplained blocks {unexplained}, dead {dead}, statuses {statuses}"
+        f"{args.requests} requests, {args.kills} kills, {counts.num_harms} harms: {outcomes['WRONG']} wrong, "
+        f"{len(counts.leaks)} leaks, dead {counts.dead}, {len(counts.tracebacks)} tracebacks; tokens loaded by decode "
+        f"{counts.num_loaded_tokens}, failed transfers {dict(counts.failures)}"
     )
-    return int(failed)
+    errors = sorted({visit.error for visit in visits if visit.error})
+    for what in (*errors[:5], *counts.leaks[:5], *counts.tracebacks[:3]):
+        print(what)
+    num_broken_off = sum(count for name, count in outcomes.items() if name.startswith("transport"))
+    return int(bool(outcomes["WRONG"] or num_broken_off or counts.leaks or counts.dead or counts.tracebacks))
 
 
 def main() -> int:
@@ -184,6 +154,7 @@ def main() -> int:
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1)
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--harms", type=int, default=0, help="how often what KV goes through is harmed")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as directory:
         return asyncio.run(soak(args, Path(directory)))
