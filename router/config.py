@@ -25,6 +25,9 @@ class HttpSettings:
     max_body_bytes: int = setting(
         8 * 1024 * 1024, help="largest request body; beyond it the answer is 413", minimum=1024
     )
+    client_stall_timeout_s: float = setting(
+        30.0, help="a client that takes nothing of its answer for this long is cut off", minimum=0.1
+    )
     shutdown_timeout_s: float = setting(10.0, help="on SIGTERM, running requests have this long to finish", minimum=0)
     log_level: str | None = setting(None, help="debug, info, warning or error; default: PDSERVE_LOG_LEVEL, else info")
 

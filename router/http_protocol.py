@@ -1,17 +1,32 @@
-"""One client's connection, with a bound on what comes before a request's body, which Uvicorn lets grow for ever."""
+"""One client's connection, with two bounds that Uvicorn lacks: on a request's head, and on unread answers."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Gives up a connection whose request line and headers take more than `MAX_HEAD_BYTES`. Lives on the event loop."""
+    """Gives up a connection whose client asks too much or takes too little. Lives on the event loop.
 
+    Too much: request line and headers of more than `MAX_HEAD_BYTES`. Too little: an answer's unread bytes fill the
+    kernel's buffers and the transport's own 64 KiB, and stay there. The connection is then dropped, and its request
+    ends as that of a client that left.
+
+    Attributes:
+        stall_timeout_s: how long a client may take too little; see `build_http_protocol`.
+    """
+
+    stall_timeout_s = 30.0
     _num_head_bytes = 0
     _is_in_head = True
+    _stall: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         """Bytes came; called by the event loop."""
@@ -32,3 +47,34 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Its body begins, if it has one; called by the parser."""
         super().on_headers_complete()
         self._is_in_head = False
+
+    def pause_writing(self) -> None:
+        """The client is behind; called by the transport."""
+        super().pause_writing()
+        self._end_stall()
+        self._stall = self.loop.call_later(self.stall_timeout_s, self._drop_connection)
+
+    def resume_writing(self) -> None:
+        """The client has caught up; called by the transport."""
+        super().resume_writing()
+        self._end_stall()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is over; called by the event loop."""
+        self._end_stall()
+        super().connection_lost(exc)
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _drop_connection(self) -> None:
+        logger.warning("a client took nothing of its answer for %g s: its connection is dropped", self.stall_timeout_s)
+        # Closing would wait for the client to read the rest.
+        self.transport.abort()
+
+
+def build_http_protocol(stall_timeout_s: float) -> type[BoundedHttpProtocol]:
+    """The class of connections whose clients may take too little for so long; Uvicorn makes the objects itself."""
+    return type("HttpProtocol", (BoundedHttpProtocol,), {"stall_timeout_s": stall_timeout_s})

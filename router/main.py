@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import json
 import logging
 import os
@@ -33,7 +34,7 @@ from pdserve.router.api.app import build_app
 from pdserve.router.api.service import RouterService
 from pdserve.router.config import AccessSettings, HttpSettings, PoolSettings, RouterSettings, check_settings
 from pdserve.router.fleet import Fleet
-from pdserve.router.http_protocol import BoundedHttpProtocol
+from pdserve.router.http_protocol import build_http_protocol
 from pdserve.router.keys.key_ring import KeyRing
 from pdserve.router.keys.sources import read_keys
 from pdserve.router.membership.directory import Directory
@@ -180,7 +181,7 @@ def _serve(settings: RouterSettings, listening: socket.socket) -> int:
     _warn_of_open_doors(settings.http, service)
     config = uvicorn.Config(
         build_app(service),
-        http=BoundedHttpProtocol,
+        http=build_http_protocol(settings.http.client_stall_timeout_s),
         ws="none",
         log_config=None,
         access_log=False,
@@ -226,6 +227,10 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to serve, then say where."""
         await super().startup(sockets=sockets)
+        # What was loaded stays for good: looking through it for garbage would stop all streams for a twentieth of a
+        # second each time.
+        gc.collect()
+        gc.freeze()
         host, port = self._listening.getsockname()[:2]
         scheme = "http" if self._settings.tls_certificate is None else "https"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
