@@ -54,7 +54,7 @@ class StoreWorker:
         self._connector = connector
         self._store = store
         self._staging = StagingPool(num_slots, block_format.value_bytes, clock)
-        self._readers = TaskThreads("kv-load", options.reader_threads)
+        self._readers = TaskThreads("kv-load", options.reader_threads, nice=options.reader_nice)
         self._writers = TaskThreads("kv-save", options.writer_threads)
         self._loader = BlockLoader(
             store, context.spec.block_bytes, self._readers, warnings, timeout_s=options.load_timeout_s, clock=clock

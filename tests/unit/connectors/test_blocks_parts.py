@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 
@@ -94,6 +96,24 @@ def test_a_task_that_fails_is_logged_and_the_thread_goes_on(caplog: pytest.LogCa
     assert threads.close(10)
     threads.submit(lambda: pytest.fail("ran after close"))
     assert threads.close(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells threads apart")
+def test_nice_threads_let_others_go_first_and_nobody_else_does() -> None:
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    found: list[int] = []
+    done = threading.Event()
+
+    def look() -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        done.set()
+
+    threads = TaskThreads("kv-test", 1, nice=3)
+    threads.submit(look)
+    assert done.wait(30)
+    assert threads.close(30)
+    assert found == [min(before + 3, 19)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_closing_does_not_wait_for_ever() -> None:

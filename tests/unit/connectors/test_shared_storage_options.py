@@ -36,6 +36,9 @@ def parse(**given: Any) -> StorageOptions:
         ("load_timeout_s", "0.5", 0.5),
         ("reader_threads", "4", 4),
         ("writer_threads", 1, 1),
+        ("reader_nice", "0", 0),
+        ("layerwise", "true", True),
+        ("layerwise", False, False),
     ],
 )
 def test_what_the_user_wrote_is_understood(name: str, raw: Any, value: Any) -> None:
@@ -63,6 +66,9 @@ def test_what_the_user_wrote_is_understood(name: str, raw: Any, value: Any) -> N
         ("reader_threads", "many", "invalid literal"),
         ("writer_threads", 65, "from 1 to 64"),
         ("writer_threads", 1.5, "from 1 to 64"),
+        ("reader_nice", 20, "from 0 to 19"),
+        ("reader_nice", -1, "from 0 to 19"),
+        ("layerwise", "maybe", "give true or false"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, raw: Any, message: str) -> None:
