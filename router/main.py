@@ -51,7 +51,7 @@ from pdserve.text import ChatTemplate, load_tokenizer
 logger = logging.getLogger("pdserve.router.main")
 
 _BACKLOG = 2048
-_KEEP_ALIVE_S = 75
+KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections (httpx and openai: 5 s), or a request may meet the router's hanging up."""
 
 
@@ -186,7 +186,7 @@ def _serve(settings: RouterSettings, listening: socket.socket) -> int:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(round(settings.http.shutdown_timeout_s), 1),
         ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
     )

@@ -183,23 +183,3 @@ def test_decode_that_dies_while_it_loads(service: Deployment, engine: LLM) -> No
     hand_off.wait_for_load().kill()
     send(hand_off.prefill, signal.SIGCONT)
     hand_off.finish(engine)
-
-
-def test_decode_that_dies_before_it_loads(service: Deployment, engine: LLM) -> None:
-    """Both go: the request waits for one that comes back, and the prefill instance is told that nobody comes."""
-    hand_off = HandOff(service, make_prompt(4))
-    for decode in service.decode:
-        decode.kill()
-    service.decode[0].start()
-    service.decode[0].wait_ready()
-    hand_off.finish(engine)
-
-
-def test_prefill_and_decode_that_die_while_kv_moves(service: Deployment, engine: LLM) -> None:
-    hand_off = HandOff(service, make_prompt(5))
-    send(hand_off.prefill, signal.SIGSTOP)
-    hand_off.let_decode_go_on()
-    loading = hand_off.wait_for_load()
-    hand_off.prefill.kill()
-    loading.kill()
-    hand_off.finish(engine)

@@ -290,19 +290,6 @@ def test_garbage_from_the_network_does_not_harm(service: Service, expected: str)
     assert service.complete().choices[0].text == expected
 
 
-def test_idle_connections_outlast_those_that_clients_keep(service: Service) -> None:
-    service.start("--decode", "127.0.0.1:1")
-    wait_until(lambda: service.get_pools() == {"prefill": 0, "decode": 0}, "the router being there")
-    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-        keepalive_expiry = httpx.Limits().keepalive_expiry
-        assert keepalive_expiry is not None
-        connection.settimeout(keepalive_expiry + 1)
-        with pytest.raises(TimeoutError):
-            connection.recv(1)
-
-
 def test_port_in_use_is_one_line(service: Service) -> None:
     with socket.create_server(("127.0.0.1", service.port)):
         service.start("--decode", "127.0.0.1:1")

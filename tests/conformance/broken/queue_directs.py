@@ -65,12 +65,9 @@ class HonestQueue(HonestDirect):
     worker_type: ClassVar[type[DirectWorker]] = QueueWorker
 
 
-def breaks(
-    rule: str, scheduler: type[DirectScheduler] = QueueScheduler, worker: type[DirectWorker] = QueueWorker
-) -> None:
-    """Register a connector made of these halves; it is called as the half that is wrong."""
-    name = (worker if scheduler is QueueScheduler else scheduler).__name__
-    BROKEN.append((type(name, (HonestQueue,), {"scheduler_type": scheduler, "worker_type": worker}), rule))
+def breaks(rule: str, scheduler: type[DirectScheduler]) -> None:
+    """Register a connector with this half, called as it is."""
+    BROKEN.append((type(scheduler.__name__, (HonestQueue,), {"scheduler_type": scheduler}), rule))
 
 
 class OneSignOfLife(QueueScheduler):
@@ -80,15 +77,6 @@ class OneSignOfLife(QueueScheduler):
         metadata = super().build_connector_metadata(plan)
         self.queued = {}
         return metadata
-
-
-class ExtendsForEver(QueueWorker):
-    """The first sign of life is taken for a promise to come."""
-
-    def extend(self, address: str, transfer_id: str) -> None:
-        endpoint = ENDPOINTS.get(address)
-        if endpoint is not None and transfer_id in endpoint.holds:
-            endpoint.deadlines[transfer_id] = float("inf")
 
 
 class KeepsItsPlace(QueueScheduler):
@@ -103,5 +91,4 @@ class KeepsItsPlace(QueueScheduler):
 
 
 breaks("R18", OneSignOfLife)
-breaks("R18", worker=ExtendsForEver)
 breaks("R18", KeepsItsPlace)

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import re
 
+import httpx
 import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.router.config import PoolSettings, RouterSettings, check_settings, endpoint_of
+from pdserve.router.main import KEEP_ALIVE_S
 from pdserve.settings import load_settings
 
 
@@ -45,3 +47,9 @@ def test_addresses_that_are_none(address: str) -> None:
 @pytest.mark.parametrize("address", ["10.0.0.1:80", "tcp://10.0.0.1:80"])
 def test_addresses(address: str) -> None:
     assert endpoint_of(address) == "tcp://10.0.0.1:80"
+
+
+def test_idle_connections_outlast_those_that_clients_keep() -> None:
+    keepalive_expiry = httpx.Limits().keepalive_expiry
+    assert keepalive_expiry is not None
+    assert keepalive_expiry < KEEP_ALIVE_S
