@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pdserve.errors import ConfigError
 from pdserve.router.policies import build_policy, policy_names
 from pdserve.settings import section, setting
+from pdserve.text.reasoning import REASONING_TAGS
+from pdserve.text.tool_calls import FORMATS
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,20 @@ class ServedModelSettings:
         help="the model that the instances run: directory, hub id, .gguf file, or a packaged model's name",
     )
     served_model_name: str | None = setting(None, help="name in the API; default: the model's own name")
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How chat answers are read."""
+
+    tool_call_parser: str = setting(
+        "auto",
+        help=f"how the model writes tool calls: {', '.join(FORMATS)}; auto = as its chat template shows, none = not",
+        metavar="NAME",
+    )
+    reasoning_parser: str = setting(
+        "none", help=f"how the model marks its reasoning: {', '.join(REASONING_TAGS)}, or none", metavar="NAME"
+    )
 
 
 _POLICY_HELP = f"how a {{}} instance is chosen: {', '.join(policy_names())}, or module:Class"
@@ -146,6 +162,7 @@ class RouterSettings:
 
     http: HttpSettings = section(HttpSettings)
     model: ServedModelSettings = section(ServedModelSettings)
+    answers: AnswerSettings = section(AnswerSettings)
     pools: PoolSettings = section(PoolSettings)
     handoff: HandoffSettings = section(HandoffSettings)
     admission: AdmissionSettings = section(AdmissionSettings)

@@ -47,6 +47,7 @@ from pdserve.router.tracing.tracer import build_tracer
 from pdserve.router.watched_files import WatchedFiles
 from pdserve.settings import describe_settings, load_settings
 from pdserve.text import ChatTemplate, load_tokenizer
+from pdserve.text.message_format import find_message_format
 
 logger = logging.getLogger("pdserve.router.main")
 
@@ -119,13 +120,17 @@ def build_service(settings: RouterSettings, certificate: ServerCertificate | Non
     source = resolve_model(settings.model.model)
     directory = prepare_tokenizer(source)
     tokenizer = load_tokenizer(directory)
+    chat_template = ChatTemplate(directory, tokenizer)
+    answers = settings.answers
+    message_format = find_message_format(answers.tool_call_parser, answers.reasoning_parser, chat_template.source)
     model_name = settings.model.served_model_name or source.name
     metrics = RouterMetrics()
     return RouterService(
         settings=settings,
         model_name=model_name,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(directory, tokenizer),
+        chat_template=chat_template,
+        message_format=message_format,
         fleet=Fleet(
             settings.pools,
             router_id=uuid.uuid4().hex,

@@ -2,27 +2,72 @@
 
 from __future__ import annotations
 
+import secrets
+import string
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.router.api.answer_types import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
 from pdserve.router.api.answers import Envelope
 from pdserve.router.api.logprobs import describe_chat_logprobs, describe_prompt_logprobs
 from pdserve.router.api.prepare import PreparedRequest
 from pdserve.router.choice import ChoiceDelta
+from pdserve.text.message import MessageDelta, MessageReader
 from pdserve.text.tokenizer import Tokenizer
 
 _OBJECT = "chat.completion"
 _CHUNK_OBJECT = "chat.completion.chunk"
+_CALL_ID_CHARACTERS = string.ascii_letters + string.digits
+_CALL_ID_LENGTH = 9
+"""Mistral's templates take no other."""
 
 
 @dataclass(slots=True)
-class _Collected:
-    """One choice as far as it has come, for an answer that is not streamed."""
+class _Message:
+    """One choice as far as it has come."""
 
-    text: list[str] = field(default_factory=list)
+    reader: MessageReader
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    has_begun: bool = False
+
+    def read(self, delta: ChoiceDelta) -> MessageDelta:
+        """What the delta adds to the message."""
+        read = self.reader.push(delta.text)
+        if delta.finish_reason is not None:
+            last = self.reader.finish()
+            read = MessageDelta(read.content + last.content, read.reasoning + last.reasoning, read.calls + last.calls)
+        return read
+
+    def describe_calls(self, read: MessageDelta) -> list[ToolCallDelta]:
+        """The parts of calls, one for each call, also noted in ``calls``."""
+        parts: list[ToolCallDelta] = []
+        for call in read.calls:
+            if call.name is not None:
+                call_id = "".join(secrets.choice(_CALL_ID_CHARACTERS) for _ in range(_CALL_ID_LENGTH))
+                self.calls.append({"id": call_id, "type": "function", "function": {"name": call.name, "arguments": ""}})
+                parts.append(
+                    {
+                        "index": call.index,
+                        "id": call_id,
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": ""},
+                    }
+                )
+            elif not parts or parts[-1]["index"] != call.index:
+                parts.append({"index": call.index, "function": {"arguments": ""}})
+            parts[-1]["function"]["arguments"] += call.arguments
+            self.calls[call.index]["function"]["arguments"] += call.arguments
+        return parts
+
+    def name_end(self, finish_reason: str | None) -> str | None:
+        """The finish reason as clients know it: a message that ends by itself and calls tools waits for them."""
+        return "tool_calls" if finish_reason == "stop" and self.calls else finish_reason
 
 
 class ChatAnswer:
@@ -32,30 +77,44 @@ class ChatAnswer:
         envelope: around each object.
         tokenizer: spells tokens.
         request: what was asked for.
+        readers: one for each choice.
         wants_logprobs: whether choices have logprobs.
     """
 
     def __init__(
-        self, envelope: Envelope, tokenizer: Tokenizer, request: PreparedRequest, *, wants_logprobs: bool
+        self,
+        envelope: Envelope,
+        tokenizer: Tokenizer,
+        request: PreparedRequest,
+        readers: Sequence[MessageReader],
+        *,
+        wants_logprobs: bool,
     ) -> None:
         self._envelope = envelope
         self._tokenizer = tokenizer
         self._request = request
         self._wants_logprobs = wants_logprobs
-        self._collected = [_Collected() for _ in range(request.n)]
-        self._begun: set[int] = set()
+        self._messages = [_Message(reader) for reader in readers]
         self._prompt_logprobs: list[dict[str, Any] | None] | None = None
 
     def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
         """The role in front of a choice's first text, then one object for each delta with anything to show."""
+        message = self._messages[delta.index]
         chunks: list[dict[str, Any]] = []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
+        if not message.has_begun:
+            message.has_begun = True
             chunks.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
+        read = message.read(delta)
+        shown: ChatDelta = {}
+        if read.content:
+            shown["content"] = read.content
+        if read.reasoning:
+            shown["reasoning_content"] = read.reasoning
+        if read.calls:
+            shown["tool_calls"] = message.describe_calls(read)
         logprobs = self._describe_logprobs(delta)
-        if delta.text or logprobs or delta.finish_reason is not None:
-            content = {"content": delta.text} if delta.text else {}
-            chunk = self._chunk(delta.index, content, delta.finish_reason, delta.stop_reason)
+        if shown or logprobs or delta.finish_reason is not None:
+            chunk = self._chunk(delta.index, shown, message.name_end(delta.finish_reason), delta.stop_reason)
             if logprobs is not None:
                 chunk["choices"][0]["logprobs"] = {"content": logprobs, "refusal": None}
             chunks.append(chunk)
@@ -67,10 +126,13 @@ class ChatAnswer:
 
     def take(self, delta: ChoiceDelta) -> None:
         """Collect a delta."""
-        collected = self._collected[delta.index]
-        collected.text.append(delta.text)
-        collected.logprobs += self._describe_logprobs(delta) or ()
-        collected.finish_reason, collected.stop_reason = delta.finish_reason, delta.stop_reason
+        message = self._messages[delta.index]
+        read = message.read(delta)
+        message.content.append(read.content)
+        message.reasoning.append(read.reasoning)
+        message.describe_calls(read)
+        message.logprobs += self._describe_logprobs(delta) or ()
+        message.finish_reason, message.stop_reason = message.name_end(delta.finish_reason), delta.stop_reason
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = describe_prompt_logprobs(self._tokenizer, delta.prompt_logprobs)
 
@@ -79,12 +141,12 @@ class ChatAnswer:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": "".join(collected.text), "refusal": None},
-                "logprobs": {"content": collected.logprobs, "refusal": None} if self._wants_logprobs else None,
-                "finish_reason": collected.finish_reason,
-                "stop_reason": collected.stop_reason,
+                "message": _describe_message(message),
+                "logprobs": {"content": message.logprobs, "refusal": None} if self._wants_logprobs else None,
+                "finish_reason": message.finish_reason,
+                "stop_reason": message.stop_reason,
             }
-            for index, collected in enumerate(self._collected)
+            for index, message in enumerate(self._messages)
         ]
         answer = {**self._envelope.wrap(_OBJECT, choices), "usage": usage}
         if self._prompt_logprobs is not None:
@@ -99,7 +161,7 @@ class ChatAnswer:
     def _chunk(
         self,
         index: int,
-        delta: dict[str, Any],
+        delta: ChatDelta,
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
     ) -> dict[str, Any]:
@@ -114,3 +176,17 @@ class ChatAnswer:
         if self._request.include_usage:
             chunk["usage"] = None
         return chunk
+
+
+def _describe_message(message: _Message) -> ChatMessage:
+    content = "".join(message.content)
+    described: ChatMessage = {
+        "role": "assistant",
+        "content": content if content or not message.calls else None,
+        "refusal": None,
+    }
+    if any(message.reasoning):
+        described["reasoning_content"] = "".join(message.reasoning)
+    if message.calls:
+        described["tool_calls"] = message.calls
+    return described

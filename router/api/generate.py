@@ -87,4 +87,10 @@ async def _prepare_completion(
 async def _prepare_chat(service: RouterService, envelope: Envelope, body: bytes) -> tuple[PreparedRequest, Answer]:
     fields = parse_body(body, ChatFields)
     prepared = await prepare_chat(service, fields)
-    return prepared, ChatAnswer(envelope, service.tokenizer, prepared, wants_logprobs=bool(fields.logprobs))
+    (prompt,) = prepared.prompts
+    readers = [
+        service.message_format.build_reader(prepared.tool_names, prompt.token_ids, service.tokenizer)
+        for _ in range(prepared.n)
+    ]
+    answer = ChatAnswer(envelope, service.tokenizer, prepared, readers, wants_logprobs=bool(fields.logprobs))
+    return prepared, answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from pdserve.request_checks import check_length, check_request
 from pdserve.router.api.request_types import ChatFields, CompletionFields, GenerationFields, TokenizeFields
 from pdserve.router.api.sampling import build_sampling, with_seed_of_choice
 from pdserve.router.api.service import RouterService, run_tokenizer
-from pdserve.router.api.tools import check_tools
+from pdserve.router.api.tools import check_tools, get_tool_names
 from pdserve.router.choice import Choice
 from pdserve.router.flow import RequestFlow
 from pdserve.router.legs import GenerationRequest
@@ -51,6 +52,8 @@ class PreparedRequest:
         priority: as in `AddRequest`.
         cache_salt: as in `AddRequest`.
         timeout_s: the client's own; None = the router's.
+        is_chat: the answer is a message.
+        tool_names: functions that it may call.
     """
 
     prompts: list[Prompt]
@@ -62,6 +65,8 @@ class PreparedRequest:
     priority: int
     cache_salt: str
     timeout_s: float | None
+    is_chat: bool = False
+    tool_names: frozenset[str] = frozenset()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -109,7 +114,7 @@ async def prepare_chat(service: RouterService, fields: ChatFields) -> PreparedRe
     sampling = build_sampling(fields, max_tokens=max_tokens, logprobs=(num_top or 0) if fields.logprobs else None)
     token_ids = await render_chat(service, fields)
     try:
-        return _check(service, fields, [Prompt(token_ids)], [sampling], limits)
+        prepared = _check(service, fields, [Prompt(token_ids)], [sampling], limits)
     except RequestError as error:
         # The common checks know the fields by the names that completions have.
         if error.param == "prompt":
@@ -117,6 +122,7 @@ async def prepare_chat(service: RouterService, fields: ChatFields) -> PreparedRe
         elif error.param == "max_tokens" and fields.max_completion_tokens is not None:
             error.param = "max_completion_tokens"
         raise
+    return dataclasses.replace(prepared, is_chat=True, tool_names=get_tool_names(fields.tools, fields.tool_choice))
 
 
 async def render_chat(service: RouterService, fields: ChatFields | TokenizeFields) -> list[int]:
@@ -151,6 +157,9 @@ def build_choices(
 ) -> list[Choice]:
     """The choices, in the order of their indexes: all of the first prompt, then all of the second, and so on."""
     choices: list[Choice] = []
+    shown_special_ids: frozenset[int] = frozenset()
+    if request.is_chat:
+        shown_special_ids = service.message_format.get_tag_ids(service.tokenizer, has_tools=bool(request.tool_names))
     for prompt, sampling in zip(request.prompts, request.sampling, strict=True):
         for number in range(request.best_of):
             own = with_seed_of_choice(sampling, number)
@@ -159,7 +168,7 @@ def build_choices(
             )
             choice_record = ChoiceRecord(record, len(choices))
             flow = RequestFlow(generation, service.fleet, service.settings.handoff, choice_record)
-            stream = TextStream(service.tokenizer, prompt.token_ids, own)
+            stream = TextStream(service.tokenizer, prompt.token_ids, own, shown_special_ids)
             choices.append(Choice(len(choices), flow, stream, choice_record))
     return choices
 

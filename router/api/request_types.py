@@ -169,6 +169,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "web_search_options": (),
     "reasoning_effort": ("none",),
+    "parallel_tool_calls": (True,),
+    "verbosity": ("medium",),
     # extensions of others
     "use_beam_search": (False,),
     "logits_processors": ([],),

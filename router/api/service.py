@@ -22,6 +22,7 @@ from pdserve.router.timeline import TimelineStore
 from pdserve.router.tracing.tracer import NullTracer, RequestTracer
 from pdserve.router.watched_files import WatchedFiles
 from pdserve.text.chat_template import ChatTemplate
+from pdserve.text.message_format import MessageFormat
 from pdserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class RouterService:
         metrics: counts.
         timelines: of the last requests.
         recompute_warning: the one that all requests share.
+        message_format: how the model's answers are read.
         directory: lists the instances; None where they are given once.
         tracer: gets every request's timeline at its end.
         drain: whether the router still takes work.
@@ -61,6 +63,7 @@ class RouterService:
     metrics: RouterMetrics
     timelines: TimelineStore
     recompute_warning: RecomputeWarning = field(default_factory=RecomputeWarning)
+    message_format: MessageFormat = field(default_factory=MessageFormat)
     directory: Directory | None = None
     tracer: RequestTracer = field(default_factory=NullTracer)
     drain: Drain = field(default_factory=Drain)

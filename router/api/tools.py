@@ -1,8 +1,4 @@
-"""Tool definitions for the chat template.
-
-The model's answer is its text, calls included: how a model writes them differs from one to the next, and none of
-those ways is parsed here.
-"""
+"""Tool definitions: for the chat template, and for whoever looks for calls in the answer."""
 
 from __future__ import annotations
 
@@ -47,6 +43,11 @@ def check_tools(
             "this model's chat template has no place for tools", param="tools", code="unsupported_parameter"
         )
     return tools
+
+
+def get_tool_names(tools: list[Any] | None, choice: str | dict[str, Any] | None) -> frozenset[str]:
+    """Names of the functions that an answer may call, of checked definitions."""
+    return frozenset() if choice == "none" else frozenset(tool["function"]["name"] for tool in tools or ())
 
 
 def _is_definition(tool: Any) -> bool:

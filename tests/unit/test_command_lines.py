@@ -28,7 +28,7 @@ ROUTING = """
     --prefill-policy --decode-policy --disaggregation-threshold-tokens --max-tries --prefill-wait-s
     --cache-events --max-faults --ejection-s --slow-start-s --key-max-concurrent --key-tokens-per-minute
     --failover-wait-s --max-concurrent --max-queue --max-choices --request-timeout-s --timeline-capacity
-    --max-body-bytes --client-stall-timeout-s --otlp-endpoint --trace-sample-ratio
+    --tool-call-parser --reasoning-parser --max-body-bytes --client-stall-timeout-s --otlp-endpoint --trace-sample-ratio
     --api-keys-file --public-metrics --tls-certificate --tls-key
 """
 ROUTER = """

@@ -44,6 +44,7 @@ class ChatTemplate:
 
     Attributes:
         takes_tools: whether it has a place for tool definitions.
+        source: all of its templates as they are written.
 
     Raises:
         ConfigError: the template cannot be read or compiled. A model without one is no error until `render`.
@@ -59,6 +60,7 @@ class ChatTemplate:
             if name in ("default", "tool_use")
         }
         self.takes_tools = "tool_use" in sources or bool(_TOOLS_VARIABLE.search(sources.get("default", "")))
+        self.source = "\n".join(sources.values())
         self._special_tokens = self._read_special_tokens(tokenizer.config)
 
     def render(

@@ -22,11 +22,19 @@ class IncrementalDetokenizer:
         prompt_token_ids: what the output continues: a character may begin in it, and the first word's space
             (SentencePiece) stays when there is text before it.
         skip_special_tokens: leave special tokens out.
+        shown_special_ids: but for these.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        shown_special_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
         self._skips = skip_special_tokens
+        self._shown = shown_special_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         tail = self._prompt_tail(prompt_token_ids)
         self._decoder.decode(tail)
@@ -48,7 +56,7 @@ class IncrementalDetokenizer:
         return text
 
     def _bytes(self, token_id: int) -> bytes:
-        if self._skips and self._tokenizer.is_special(token_id):
+        if self._skips and self._tokenizer.is_special(token_id) and token_id not in self._shown:
             return b""
         return self._tokenizer.token_bytes(token_id)
 

@@ -36,13 +36,22 @@ class TextStream:
         tokenizer: the model's.
         prompt_token_ids: the prompt.
         sampling: ``stop``, ``include_stop_str_in_output``, ``min_tokens`` and ``skip_special_tokens`` count.
+        shown_special_ids: special tokens that are shown even where others are left out.
 
     Raises:
         RequestError: a stop string is empty.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, sampling.skip_special_tokens)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        shown_special_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_token_ids, sampling.skip_special_tokens, shown_special_ids
+        )
         self._include = sampling.include_stop_str_in_output
         self._checker = StopChecker(sampling.stop, self._include) if sampling.stop else None
         self._min_tokens = sampling.min_tokens

@@ -18,6 +18,7 @@ from pdserve.router.config import AdmissionSettings, HandoffSettings, HttpSettin
 from pdserve.router.keys.key_ring import KeyRing
 from pdserve.router.timeline import TimelineStore
 from pdserve.text import ChatTemplate, Tokenizer, load_tokenizer
+from pdserve.text.message_format import MessageFormat
 
 MODEL = "smollm2-135m-instruct"
 SETTINGS = RouterSettings(
@@ -41,6 +42,7 @@ def with_client(
     decode: Sequence[FakeInstance] = (),
     settings: RouterSettings = SETTINGS,
     key_ring: KeyRing | None = None,
+    message_format: MessageFormat | None = None,
 ) -> Any:
     """Run ``test`` with a client of a router over these instances."""
 
@@ -56,6 +58,7 @@ def with_client(
                 admission=Admission(settings.admission, bench.metrics),
                 metrics=bench.metrics,
                 timelines=TimelineStore(settings.admission.timeline_capacity),
+                message_format=message_format or MessageFormat(),
                 key_ring=key_ring,
             )
             transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
