@@ -51,12 +51,9 @@ class QueueWorker(DirectWorker):
     def start_load_kv(self, metadata: Any) -> None:
         super().start_load_kv(metadata)
         for address, transfer_id in metadata.queued:
-            self.extend(address, transfer_id)
-
-    def extend(self, address: str, transfer_id: str) -> None:
-        endpoint = ENDPOINTS.get(address)
-        if endpoint is not None and endpoint.worker is not None and transfer_id in endpoint.holds:
-            endpoint.deadlines[transfer_id] = endpoint.worker.now() + endpoint.worker.lease_s
+            endpoint = ENDPOINTS.get(address)
+            if endpoint is not None and endpoint.worker is not None and transfer_id in endpoint.holds:
+                endpoint.deadlines[transfer_id] = endpoint.worker.now() + endpoint.worker.lease_s
 
 
 class HonestQueue(HonestDirect):
