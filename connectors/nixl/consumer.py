@@ -185,7 +185,9 @@ class Consumer:
     def next_due(self) -> float | None:
         """When `advance` must be called at the latest."""
         dues = [min(active.deadline, active.extend_at) for _, active in self._loads.values()]
-        return min([*dues, *self._queued.dues], default=None)
+        if self._queued.next_due is not None:
+            dues.append(self._queued.next_due)
+        return min(dues, default=None)
 
     def advance(self) -> None:
         """Go on by a piece of a read; send signs of life; end what is late."""

@@ -42,7 +42,7 @@ def test_the_first_sign_is_due_at_once_and_four_more_in_a_lease(queued: QueuedTr
         clock.now += 1
     assert num_signs == 4
     assert queued.take_due() == [[reference]]
-    assert list(queued.dues) == [clock.now + 5]
+    assert queued.next_due == clock.now + 5
 
 
 def test_those_of_one_producer_go_together(queued: QueuedTransfers) -> None:
@@ -58,4 +58,19 @@ def test_what_is_removed_is_not_due_any_more(queued: QueuedTransfers) -> None:
     queued.add(reference)
     queued.remove(reference)
     queued.remove(reference)
-    assert (queued.take_due(), list(queued.dues)) == ([], [])
+    assert (queued.take_due(), queued.next_due) == ([], None)
+
+
+def test_the_earliest_is_found_whatever_came_when(queued: QueuedTransfers, clock: Clock) -> None:
+    first, second = make_reference("a"), make_reference("b")
+    queued.add(first)
+    queued.take_due()
+    clock.now += 1
+    queued.add(second)
+    assert queued.next_due == clock.now
+    assert queued.take_due() == [[second]]
+    assert queued.next_due == clock.now + 4
+    queued.remove(first)
+    clock.now += 4
+    assert queued.take_due() == []
+    assert queued.next_due == clock.now + 1
