@@ -48,10 +48,23 @@ CACHED_TOKENS = 7
 """What a prefill leg, and a request that decode does whole, report as reused."""
 
 
+class ReplayedAnswer:
+    """The tokens of one answer; making one does not depend on the prompt's length."""
+
+    def __init__(self, prompt_token_ids: Sequence[int], seed: int, vocab_size: int) -> None:
+        self._hash = hashlib.blake2b(repr((tuple(prompt_token_ids), seed)).encode(), digest_size=8)
+        self._num_tokens = vocab_size - FIRST_TEXT_TOKEN
+
+    def token_at(self, position: int) -> int:
+        """The token at ``position`` (0 = first output token)."""
+        state = self._hash.copy()
+        state.update(position.to_bytes(8, "little"))
+        return FIRST_TEXT_TOKEN + int.from_bytes(state.digest(), "little") % self._num_tokens
+
+
 def replay_token(prompt_token_ids: Sequence[int], seed: int, position: int, vocab_size: int) -> int:
-    """The token at ``position`` (0 = first output token)."""
-    state = hashlib.blake2b(repr((tuple(prompt_token_ids), seed, position)).encode(), digest_size=8).digest()
-    return FIRST_TEXT_TOKEN + int.from_bytes(state, "little") % (vocab_size - FIRST_TEXT_TOKEN)
+    """The token at ``position`` of the answer that a prompt and a seed get."""
+    return ReplayedAnswer(prompt_token_ids, seed, vocab_size).token_at(position)
 
 
 def build_identity(weights: str = "w0") -> ModelIdentity:
@@ -62,6 +75,7 @@ def build_identity(weights: str = "w0") -> ModelIdentity:
 @dataclass
 class ReplayOptions:
     role: Role = Role.DECODE
+    host: str = "127.0.0.1"
     port: int = 0
     instance_id: str = ""
     model: str = "smollm2-135m-instruct"
@@ -81,6 +95,7 @@ class ReplayOptions:
 class LiveRequest:
     peer: bytes
     message: AddRequest
+    answer: ReplayedAnswer
     output_token_ids: list[int]
     num_new_tokens: int = 0
     handoff_due_s: float | None = None
@@ -102,7 +117,7 @@ class ReplayInstance:
         self.socket = self.context.socket(zmq.ROUTER)
         for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
             self.socket.setsockopt(option, 0)
-        self.socket.bind(f"tcp://127.0.0.1:{options.port or '*'}")
+        self.socket.bind(f"tcp://{options.host}:{options.port or '*'}")
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.live: dict[tuple[bytes, str], LiveRequest] = {}
         self.peers: dict[bytes, str] = {}
@@ -158,7 +173,8 @@ class ReplayInstance:
             output = RequestOutput(request_id=message.request_id, finish_reason=FinishReason.ERROR, error=error)
             self.send(peer, StepOutputs(outputs=[output], load=self.load))
             return
-        request = LiveRequest(peer, message, list(message.output_token_ids))
+        answer = ReplayedAnswer(message.prompt_token_ids, message.sampling.seed or 0, self.options.vocab_size)
+        request = LiveRequest(peer, message, answer, list(message.output_token_ids))
         request.add_event("queued")
         request.add_event("prefill_started")
         if message.kv_transfer_params is not None:
@@ -192,7 +208,7 @@ class ReplayInstance:
             return self.hand_off(request) if now_s >= request.handoff_due_s else None
         message, sampling = request.message, request.message.sampling
         position = len(request.output_token_ids)
-        token_id = replay_token(message.prompt_token_ids, sampling.seed or 0, position, self.options.vocab_size)
+        token_id = request.answer.token_at(position)
         request.output_token_ids.append(token_id)
         request.num_new_tokens += 1
         self.num_tokens_made += 1
@@ -292,6 +308,11 @@ class ReplayInstance:
 def parse_options() -> ReplayOptions:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--role", type=Role, default=Role.DECODE, help="prefill or decode")
+    parser.add_argument(
+        "--host",
+        default=ReplayOptions.host,
+        help="0.0.0.0 makes one process an instance at each of 127.0.0.1, .2, .3 …",
+    )
     parser.add_argument("--port", type=int, default=0, help="0 = the system chooses; see --ready-file")
     parser.add_argument("--instance-id", default="")
     parser.add_argument("--model", default=ReplayOptions.model)
