@@ -5,10 +5,10 @@
     consumer                                producer
       Hello(identity) ─────────────────────>   once for each connection
       <──── Welcome(agent, memory) or Refused
+      Extend(transfers) ───────────────────>   now and then, from the moment a request is queued
       Open(transfer, digest) ──────────────>   the transfer is this consumer's now
       <─────────────── Refused, if it cannot be
-        reads the blocks meanwhile, and says
-      Extend(transfers) ───────────────────>   now and then
+        reads the blocks meanwhile
       Close(transfer) ─────────────────────>   when it has read them all
       <──────────── Closed(checksums) or Refused: the lease had ended, so nothing that was read counts
       Cancel(transfer) ────────────────────>   instead of Open or Close: the blocks are free

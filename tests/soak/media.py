@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -238,6 +239,21 @@ def damage_links(links: Iterable[FaultyLink]) -> list[Harm]:
             yield
 
     return [for_a_moment(f"a link that {damage.value}", lambda damage=damage: inflict(damage)) for damage in _BAD_LINKS]
+
+
+def freeze_one(deployment: Deployment) -> Harm:
+    """An instance stands still for a moment, as on a machine that is overloaded."""
+    rng = random.Random(7)
+
+    @contextlib.contextmanager
+    def freeze() -> Iterator[None]:
+        process = rng.choice(deployment.instances).process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        yield
+        process.send_signal(signal.SIGCONT)  # one that was killed meanwhile does not mind
+
+    return for_a_moment("an instance stands still", freeze)
 
 
 def build_medium(connector: str, directory: Path, num_prefill: int) -> Medium:

@@ -26,7 +26,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from media import Medium, build_medium
+from media import Medium, build_medium, freeze_one
 from processes import Deployment, ManagedProcess
 from tiny_model import build_tiny_model
 from visits import Visit, check, plan_visits, run_clients
@@ -36,7 +36,6 @@ from visits import Visit, check, plan_visits, run_clients
 class Counts:
     """What was seen besides the answers; token and transfer counts are of the instances that lived to the end."""
 
-    num_harms: int
     num_loaded_tokens: int
     failures: Counter[str]
     leaks: list[str]
@@ -65,15 +64,13 @@ async def kill_at_times(deployment: Deployment, count: int, total: int, started:
     return found_dead
 
 
-async def harm_at_times(medium: Medium, count: int, total: int, started: list[int]) -> int:
-    """Do every kind of harm in turn, spread over the run; how many were done."""
-    count = count if medium.harms else 0
+async def harm_at_times(medium: Medium, count: int, total: int, started: list[int]) -> None:
+    """Do every kind of harm in turn, spread over the run."""
     for i in range(count):
         await wait_for_share((i + 1) / (count + 2), total, started)
         harm = medium.harms[i % len(medium.harms)]
         print(f"{started[0]} requests begun: {harm.name}", flush=True)
         await asyncio.to_thread(harm.inflict)
-    return count
 
 
 def find_leaks(instance: ManagedProcess) -> list[str]:
@@ -98,7 +95,8 @@ async def run_service(args: argparse.Namespace, deployment: Deployment, medium: 
     killing = asyncio.create_task(kill_at_times(deployment, args.kills, args.requests, started))
     harming = asyncio.create_task(harm_at_times(medium, args.harms, args.requests, started))
     await run_clients(deployment.url, visits, args.clients, started)
-    dead, num_harms = await killing, await harming
+    dead = await killing
+    await harming
     await asyncio.to_thread(deployment.wait_idle, 90.0)
     loaded = sum(i.get_metric("pdserve_external_cache_hits_total") for i in deployment.decode)
     failures = sum((count_failures(instance) for instance in deployment.instances), Counter[str]())
@@ -108,7 +106,7 @@ async def run_service(args: argparse.Namespace, deployment: Deployment, medium: 
     dead += [f"{name} ended with {status}" for name, status in statuses.items() if status]
     logs = [process.log.read_text(errors="replace") for process in (*deployment.instances, deployment.router)]
     tracebacks = [log[log.index("Traceback") :][:2000] for log in logs if "Traceback" in log]
-    return Counts(num_harms, int(loaded), failures, leaks, dead, tracebacks)
+    return Counts(int(loaded), failures, leaks, dead, tracebacks)
 
 
 async def soak(args: argparse.Namespace, directory: Path) -> int:
@@ -126,6 +124,7 @@ async def soak(args: argparse.Namespace, directory: Path) -> int:
         store_option=False,
     )
     medium.equip(deployment)
+    medium.harms.append(freeze_one(deployment))
     try:
         with deployment:
             counts = await run_service(args, deployment, medium, visits)
@@ -134,7 +133,7 @@ async def soak(args: argparse.Namespace, directory: Path) -> int:
     outcomes = check(visits, model)
     print(json.dumps({"connector": args.connector, "topology": f"{args.prefill}P{args.decode}D", **outcomes}))
     print(
-        f"{args.requests} requests, {args.kills} kills, {counts.num_harms} harms: {outcomes['WRONG']} wrong, "
+        f"{args.requests} requests, {args.kills} kills, {args.harms} harms: {outcomes['WRONG']} wrong, "
         f"{len(counts.leaks)} leaks, dead {counts.dead}, {len(counts.tracebacks)} tracebacks; tokens loaded by decode "
         f"{counts.num_loaded_tokens}, failed transfers {dict(counts.failures)}"
     )
