@@ -157,7 +157,7 @@ def test_expiry_frees_waiting_and_read_transfers_alike(desk: Desk) -> None:
     desk.now = LEASE_S - 1
     desk.producer.advance()
     assert desk.take_sent(waiting, reading) == {}
-    desk.say(wire.Extend([waiting.transfer_id, reading.transfer_id]))
+    desk.say(wire.Extend([reading.transfer_id]))
     desk.now = LEASE_S
     desk.producer.advance()
     assert desk.take_sent() == {"r0": False}
@@ -168,6 +168,19 @@ def test_expiry_frees_waiting_and_read_transfers_alike(desk: Desk) -> None:
     desk.producer.advance()
     assert desk.take_sent() == {"r1": False}
     assert desk.producer.next_due is None
+
+
+def test_a_transfer_that_a_consumer_waits_for_is_held_beyond_its_lease(desk: Desk) -> None:
+    offer = desk.offer()
+    for _ in range(4):
+        desk.now += LEASE_S - 1
+        assert desk.say(wire.Extend([offer.transfer_id])) == []
+        desk.producer.advance()
+    assert desk.take_sent(offer) == {}
+    assert desk.say(wire.Open(offer.transfer_id, b"prompt")) == []
+    desk.now += LEASE_S
+    desk.producer.advance()
+    assert desk.take_sent() == {"r0": False}
 
 
 def test_a_reader_whose_lease_ends_while_it_waits_for_checksums_is_told(desk: Desk) -> None:
