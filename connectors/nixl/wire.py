@@ -23,6 +23,7 @@ import msgspec
 
 from pdserve.connectors.nixl.descriptors import MemoryRegion
 from pdserve.kv_layout import ModelIdentity
+from pdserve.protocol import decode_frame
 
 WIRE_VERSION = 1
 MAX_FRAME_BYTES = 4 * 1024 * 1024
@@ -116,15 +117,15 @@ def decode_consumer_message(frame: bytes) -> ConsumerMessage:
     """Decode what a consumer sent.
 
     Raises:
-        msgspec.DecodeError: not a message of this protocol (ValidationError is a subclass).
+        msgspec.DecodeError: not a message of this protocol.
     """
-    return _consumer_message_decoder.decode(frame)
+    return decode_frame(_consumer_message_decoder, frame)
 
 
 def decode_producer_message(frame: bytes) -> ProducerMessage:
     """Decode what a producer sent.
 
     Raises:
-        msgspec.DecodeError: not a message of this protocol (ValidationError is a subclass).
+        msgspec.DecodeError: not a message of this protocol.
     """
-    return _producer_message_decoder.decode(frame)
+    return decode_frame(_producer_message_decoder, frame)

@@ -188,7 +188,7 @@ class SocketThread:
             return
         try:
             message = decode_router_message(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except msgspec.DecodeError as error:
             self._drop("malformed", f"a frame that is no message of the protocol: {error}")
             return
         if isinstance(message, Hello):

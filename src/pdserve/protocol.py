@@ -22,11 +22,13 @@ and what belongs to a session whose Hello has not come for ``session_timeout_s``
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from pdserve.kv_layout import ModelIdentity
+
+T = TypeVar("T")
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -375,19 +377,31 @@ def encode(message: RouterMessage | InstanceMessage) -> bytes:
     return _encoder.encode(message)
 
 
+def decode_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
+    """Decode one frame; whatever stands in it, there is one way to fail.
+
+    Raises:
+        msgspec.DecodeError: it is no message that ``decoder`` knows (ValidationError is a subclass).
+    """
+    try:
+        return decoder.decode(frame)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(f"{type(error).__name__}: the frame holds no text, or nests too deep") from None
+
+
 def decode_router_message(frame: bytes) -> RouterMessage:
     """Decode what a router sent.
 
     Raises:
-        msgspec.DecodeError: not a message of the protocol (ValidationError is a subclass).
+        msgspec.DecodeError: not a message of the protocol.
     """
-    return _router_message_decoder.decode(frame)
+    return decode_frame(_router_message_decoder, frame)
 
 
 def decode_instance_message(frame: bytes) -> InstanceMessage:
     """Decode what an instance sent.
 
     Raises:
-        msgspec.DecodeError: not a message of the protocol (ValidationError is a subclass).
+        msgspec.DecodeError: not a message of the protocol.
     """
-    return _instance_message_decoder.decode(frame)
+    return decode_frame(_instance_message_decoder, frame)

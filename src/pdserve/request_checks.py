@@ -62,7 +62,8 @@ def check_request(request: AddRequest, limits: InstanceLimits) -> None:
     """Check a tokenised request.
 
     Raises:
-        RequestError: an empty prompt, a token id outside the vocabulary, a sampling parameter out of range.
+        RequestError: an empty prompt, a token id outside the vocabulary, a sampling parameter out of range, a draw
+            without a seed.
         ContextLengthError: no room for one more token behind prompt and output so far.
     """
     if not request.prompt_token_ids:
@@ -73,6 +74,8 @@ def check_request(request: AddRequest, limits: InstanceLimits) -> None:
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise RequestError(f"timeout_s is {request.timeout_s}; it must be above 0", param="timeout_s")
     check_sampling(request.sampling, limits)
+    if request.sampling.seed is None and request.sampling.temperature > 0:
+        raise RequestError("seed is missing; a request with a temperature above 0 needs one here", param="seed")
 
 
 def check_length(num_prompt_tokens: int, max_tokens: int | None, limits: InstanceLimits) -> None:

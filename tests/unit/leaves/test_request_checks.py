@@ -63,7 +63,7 @@ def test_edges_are_taken() -> None:
     check_sampling(edges, LIMITS)
 
 
-REQUEST = AddRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams())
+REQUEST = AddRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(seed=0))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,7 @@ REQUEST = AddRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingPara
         ({"prompt_token_ids": [1, 100]}, "100"),
         ({"prompt_token_ids": [-1]}, "-1"),
         ({"timeout_s": 0.0}, "timeout_s"),
+        ({"sampling": SamplingParams()}, "seed is missing"),
     ],
 )
 def test_wrong_request_is_refused(change: dict[str, object], message: str) -> None:
