@@ -37,7 +37,7 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.http_protocol import build_http_protocol
 from pdserve.router.keys.key_ring import KeyRing
 from pdserve.router.keys.sources import read_keys
-from pdserve.router.membership.directory import Directory
+from pdserve.router.membership.directory import Directory, DirectoryError, check_members
 from pdserve.router.membership.instances_file import InstancesFile
 from pdserve.router.membership.redis_directory import RedisDirectory
 from pdserve.router.metrics import RouterMetrics
@@ -170,10 +170,15 @@ def build_directory(settings: PoolSettings) -> Directory | None:
     """Where the list of instances comes from when it may change; None when it is given once.
 
     Raises:
-        ConfigError: Redis cannot be used.
+        ConfigError: the file is wrong now, or Redis cannot be used.
     """
     if settings.instances_file is not None:
-        return InstancesFile(Path(settings.instances_file))
+        directory = InstancesFile(Path(settings.instances_file))
+        try:
+            check_members(directory.read())
+        except DirectoryError as error:
+            raise ConfigError(f"--instances-file: {error}") from None
+        return directory
     if settings.discovery is not None:
         return RedisDirectory(AnnouncementBoard(settings.discovery))
     return None

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import httpx
 import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.router.config import PoolSettings, RouterSettings, check_settings, endpoint_of
-from pdserve.router.main import KEEP_ALIVE_S
+from pdserve.router.main import KEEP_ALIVE_S, build_directory
 from pdserve.settings import load_settings
 
 
@@ -53,3 +54,22 @@ def test_idle_connections_outlast_those_that_clients_keep() -> None:
     keepalive_expiry = httpx.Limits().keepalive_expiry
     assert keepalive_expiry is not None
     assert keepalive_expiry < KEEP_ALIVE_S
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        ("decode = [", "--instances-file: .*instances.toml"),
+        ('decode = "a:1"', "decode must be a list"),
+        ('decoders = ["a:1"]', "'decoders' is unknown"),
+        ('decode = ["a:b"]', "'a:b' is not of the form HOST:PORT"),
+        ('prefill = ["a:1"]\ndecode = ["a:1"]', "a:1 stands there more than once"),
+    ],
+)
+def test_instances_file_that_is_wrong_at_start_is_an_error(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "instances.toml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        build_directory(PoolSettings(instances_file=str(path)))
