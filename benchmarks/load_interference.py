@@ -3,7 +3,8 @@
 A decode engine answers some requests without a pause. Now and then the KV of a long prompt arrives, from a producer
 without a model in a process of its own; the request that it is for leaves when its load has begun, so it computes
 nothing, and what is measured is the load alone. Stretches with and without arrivals take turns. ``--core 0`` pins the
-decode engine, readers included, to one core: the hard case.
+decode engine, readers included, to one core: the hard case. Processor time is that of all the engine's threads: on one
+core it is what a step takes when nothing else runs there, so its ratio is good on a busy machine too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 import secrets
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,17 +34,32 @@ _POLL_S = 0.002
 
 
 @dataclass
+class Stretches:
+    """Steps of one kind, in milliseconds: times between two tokens of a running request, and processor times."""
+
+    times: list[float] = field(default_factory=list)
+    processor_times: list[float] = field(default_factory=list)
+
+    def time(self, step: Callable[[], object]) -> None:
+        """Run one step."""
+        began, processor_began = time.perf_counter(), time.process_time()
+        step()
+        self.processor_times.append(1e3 * (time.process_time() - processor_began))
+        self.times.append(1e3 * (time.perf_counter() - began))
+
+
+@dataclass
 class Measured:
-    """Of all stretches, in milliseconds.
+    """Of all stretches.
 
     Attributes:
-        quiet: times between two tokens of a running request without arrivals.
-        loading: the same with arrivals.
-        loads: from each arrival until its KV was there.
+        quiet: those without arrivals.
+        loading: those with.
+        loads: milliseconds from each arrival until its KV was there.
     """
 
-    quiet: list[float] = field(default_factory=list)
-    loading: list[float] = field(default_factory=list)
+    quiet: Stretches = field(default_factory=Stretches)
+    loading: Stretches = field(default_factory=Stretches)
     loads: list[float] = field(default_factory=list)
 
 
@@ -83,7 +99,7 @@ class Consumer:
     def run_quietly(self, num_steps: int, measured: Measured) -> None:
         """Decode and nothing else."""
         for _ in range(num_steps):
-            measured.quiet.append(self._time_step())
+            measured.quiet.time(self._core.step)
 
     def run_with_arrivals(
         self, num_steps: int, prompts: Sequence[list[int]], offers: Sequence[Offered], measured: Measured
@@ -94,16 +110,11 @@ class Consumer:
         for step in range(num_steps):
             if due and self._arrival is None and step >= gap * (len(prompts) - len(due)):
                 self._arrive(*due.pop(0))
-            measured.loading.append(self._time_step())
+            measured.loading.time(self._core.step)
             self._look_at_arrival(measured)
         while self._arrival is not None:
             self._core.step()
             self._look_at_arrival(measured)
-
-    def _time_step(self) -> float:
-        began = time.perf_counter()
-        self._core.step()
-        return 1e3 * (time.perf_counter() - began)
 
     def _arrive(self, prompt: list[int], offered: Offered) -> None:
         num_blocks = -(-len(prompt) // self._core.config.cache.block_size)
@@ -145,7 +156,9 @@ def main() -> None:
     parser.add_argument("--core", type=int, help="pin the decode engine to this core")
     arguments = parser.parse_args()
     print(f"{arguments.running} running requests; times between their tokens in ms")
-    print("connector        arriving    quiet p50    p99   loading p50    p99   p99 ratio   load p50")
+    print(
+        "connector        arriving    quiet p50    p99   loading p50    p99   p99 ratio   of processor time   load p50"
+    )
     for connector in arguments.connectors:
         hindrance = find_hindrance(connector)
         if hindrance is not None:
@@ -205,10 +218,13 @@ def pinned(core: int | None) -> Iterator[None]:
 
 def render(connector: str, num_tokens: int, measured: Measured) -> str:
     """One line of the table."""
-    quiet, loading = (statistics.quantiles(times, n=100) for times in (measured.quiet, measured.loading))
+    kinds = (measured.quiet, measured.loading)
+    quiet, loading = (statistics.quantiles(kind.times, n=100) for kind in kinds)
+    quiet_processor, loading_processor = (statistics.quantiles(kind.processor_times, n=100) for kind in kinds)
     return (
         f"{connector:16} {num_tokens:8} {quiet[49]:12.1f} {quiet[98]:6.1f} {loading[49]:13.1f} {loading[98]:6.1f} "
-        f"{loading[98] / quiet[98]:11.2f} {statistics.median(measured.loads):10.1f}"
+        f"{loading[98] / quiet[98]:11.2f} {loading_processor[98] / quiet_processor[98]:19.2f} "
+        f"{statistics.median(measured.loads):10.1f}"
     )
 
 

@@ -15,6 +15,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,21 +131,26 @@ def main() -> None:
             Producer(arguments.model, directory, arguments.chunk, layerwise=layerwise) for layerwise in (False, True)
         ]
         print(f"{len(os.sched_getaffinity(0))} cores, chunks of {arguments.chunk} tokens, medians in ms")
-        print("prompt        prefill whole  layerwise   ratio     visible whole  layerwise  hidden")
+        print("prompt        prefill whole  layerwise   ratio     visible whole  layerwise  hidden  at best")
         for num_tokens in arguments.prompt_tokens:
-            whole, layers = measure(producers, num_tokens, arguments.repeats)
-            ratio = statistics.median(b.prefill / a.prefill for a, b in zip(whole, layers, strict=True))
-            visible = [statistics.median(hand_off.visible for hand_off in runs) for runs in (whole, layers)]
-            prefill = [statistics.median(hand_off.prefill for hand_off in runs) for runs in (whole, layers)]
-            print(
-                f"{num_tokens:6} tokens {prefill[0]:13.1f} {prefill[1]:10.1f} {ratio:7.3f} "
-                f"{visible[0]:17.2f} {visible[1]:10.2f} {1 - visible[1] / visible[0]:6.0%}",
-                flush=True,
-            )
+            runs = measure(producers, num_tokens, arguments.repeats)
+            print(render(num_tokens, runs), flush=True)
         for producer in producers:
             producer.core.close()
     finally:
         shutil.rmtree(directory)
+
+
+def render(num_tokens: int, runs: Sequence[Sequence[HandOff]]) -> str:
+    """One line of the table; at best = of the quickest runs, which other processes disturb least."""
+    prefill = [[hand_off.prefill for hand_off in way] for way in runs]
+    visible = [[hand_off.visible for hand_off in way] for way in runs]
+    ratio = statistics.median(b / a for a, b in zip(*prefill, strict=True))
+    (prefill_whole, prefill_layers), (whole, layers) = (map(statistics.median, ways) for ways in (prefill, visible))
+    return (
+        f"{num_tokens:6} tokens {prefill_whole:13.1f} {prefill_layers:10.1f} {ratio:7.3f} "
+        f"{whole:17.2f} {layers:10.2f} {1 - layers / whole:7.0%} {1 - min(visible[1]) / min(visible[0]):8.0%}"
+    )
 
 
 def measure(producers: list[Producer], num_tokens: int, repeats: int) -> list[list[HandOff]]:

@@ -13,6 +13,17 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 
+def step_back(nice: int) -> None:
+    """Let other threads, of this process too, go before the calling one on a core that they share.
+
+    Args:
+        nice: by how much; it has no effect outside Linux, where threads of a process have no niceness of their own.
+    """
+    if nice and sys.platform == "linux":
+        thread_id = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + nice)
+
+
 class TaskThreads:
     """Threads with one queue.
 
@@ -21,7 +32,7 @@ class TaskThreads:
     Args:
         name: prefix of the threads' names.
         num_threads: how many; they start with the first task.
-        nice: by how much other threads go before these on a busy core (Linux alone tells threads apart).
+        nice: how far they step back for others, see `step_back`.
     """
 
     def __init__(self, name: str, num_threads: int, *, nice: int = 0) -> None:
@@ -61,9 +72,7 @@ class TaskThreads:
             thread.start()
 
     def _run(self) -> None:
-        if self._nice and sys.platform == "linux":
-            thread_id = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + self._nice)
+        step_back(self._nice)
         while (task := self._take()) is not None:
             try:
                 task()
