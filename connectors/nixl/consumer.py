@@ -206,6 +206,11 @@ class Consumer:
         for peer in list(self._peers.values()):
             self._lose(peer, Failure("disconnected", reason))
 
+    def close(self, reason: str) -> None:
+        """`drop_all`, and let go of the memory. Idempotent."""
+        self.drop_all(reason)
+        self._reads.close()
+
     # --- peers ------------------------------------------------------------------------------------------------
 
     def _get_peer(self, reference: TransferReference) -> Peer:
@@ -308,6 +313,7 @@ class Consumer:
     def _take_closed(self, peer: Peer, message: wire.Closed) -> None:
         active = peer.loads.get(message.transfer_id)
         if active is None or active.phase is not Phase.CLOSING:
+            self._report.count_failure("late" if active is None else "protocol")
             return
         bad = active.find_bad_blocks(message.checksums)
         if bad:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,7 +49,7 @@ class ActiveLoad:
         extend_at: when the producer needs the next sign of life.
         phase: what it waits for.
         num_started: blocks whose read has begun; what they hold is not to be believed before the end.
-        checksums: of the blocks as they arrived, in parts.
+        checksums: of the blocks as they arrived, in parts, which may still be under way.
         ending: set when it is to end as soon as nothing is written to its blocks any more.
     """
 
@@ -58,7 +59,7 @@ class ActiveLoad:
     extend_at: float = float("inf")
     phase: Phase = Phase.CONNECTING
     num_started: int = 0
-    checksums: list[Checksums] = field(default_factory=list)
+    checksums: list[Future[Checksums]] = field(default_factory=list)
     ending: Ending | None = None
 
     @property
@@ -92,7 +93,7 @@ class ActiveLoad:
         )
 
     def find_bad_blocks(self, checksums: bytes) -> list[int]:
-        """Indices of the loaded blocks that are not what the producer holds.
+        """Indices of the loaded blocks that are not what the producer holds; waits for the last checksums.
 
         Args:
             checksums: the producer's, of all the prompt's blocks.
@@ -100,7 +101,7 @@ class ActiveLoad:
         load = self.load
         expected = np.frombuffer(checksums[: len(checksums) // 8 * 8], dtype=CHECKSUM_DTYPE)
         expected = expected[load.first_block : load.first_block + self.num_blocks]
-        found = np.concatenate(self.checksums)
+        found = np.concatenate([part.result() for part in self.checksums])
         if expected.shape != found.shape:
             return list(range(self.num_blocks))
         return [int(index) for index in np.flatnonzero(found != expected)]

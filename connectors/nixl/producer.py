@@ -7,6 +7,7 @@ moment of the offer, while the consumer is still on its way, and are needed only
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -209,7 +210,9 @@ class Producer:
 
     def _compute_checksums(self, lease: Lease) -> None:
         """On the checksum thread. A lease that has ended meanwhile makes the result worthless, and it is dropped."""
+        began = time.perf_counter()
         checksums = self._memory.get_checksums(lease.offer.block_ids).tobytes()
+        self._report.count_save_time(time.perf_counter() - began)
         self._run_soon(functools.partial(self._take_checksums, lease, checksums))
 
     def _take_checksums(self, lease: Lease, checksums: bytes) -> None:

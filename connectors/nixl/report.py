@@ -62,6 +62,11 @@ class TransferReport:
             self._output.stats.num_blocks_saved += num_blocks
             self._output.stats.num_bytes_saved += num_bytes
 
+    def count_save_time(self, seconds: float) -> None:
+        """Time that this side spent on handing blocks out: consumers read them by themselves."""
+        with self._lock:
+            self._output.stats.save_seconds += seconds
+
     def count_failure(self, kind: str) -> None:
         """Something failed."""
         with self._lock:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -128,11 +129,18 @@ class TransferThread:
             self._agent.progress()
 
     def _wait(self, wait_s: float) -> None:
-        """Until a message comes or the time is up; ZMQ counts whole milliseconds."""
-        if wait_s < _POLL_UNIT_S:
+        """Until a message comes or the time is up.
+
+        ZMQ counts whole milliseconds. What its sockets offer for shorter waits may miss a message that came while
+        they were used, but never for longer than such a wait.
+        """
+        if wait_s >= _POLL_UNIT_S:
+            self._sockets.poller.poll(math.ceil(wait_s / _POLL_UNIT_S))
+            return
+        try:
+            select.select([source for source, _ in self._sockets.poller.sockets], [], [], wait_s)
+        except ValueError:  # a descriptor beyond what select takes, in a process with very many files
             time.sleep(wait_s)
-            wait_s = 0.0
-        self._sockets.poller.poll(math.ceil(wait_s / _POLL_UNIT_S))
 
     def _get_wait_s(self) -> float:
         """Until something is due."""
@@ -149,7 +157,7 @@ class TransferThread:
 
     def _clean_up(self) -> None:
         self._wake_up.close()
-        self._consumer.drop_all("the connector is being closed")
+        self._consumer.close("the connector is being closed")
         if self._side is not None:
             self._side.producer.close(_CHECKSUM_JOIN_S)
             self._side.socket.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 pytest.importorskip("nixl")
 
-from pdserve.connectors.base import ConnectorOutput
+from pdserve.connectors.base import ConnectorOutput, ConnectorStats
 from pdserve.connectors.blocks.failures import WarningLimiter
 from pdserve.connectors.nixl import wire
 from pdserve.connectors.nixl import worker as worker_module
@@ -20,7 +21,7 @@ from pdserve.connectors.nixl.agent import RemotePool, TransportError
 from pdserve.connectors.nixl.consumer import Consumer
 from pdserve.connectors.nixl.descriptors import MemoryRegion
 from pdserve.connectors.nixl.messages import Endpoint, Load, TransferReference
-from pdserve.connectors.nixl.pool_memory import PoolMemory
+from pdserve.connectors.nixl.pool_memory import Checksums, PoolMemory
 from pdserve.connectors.nixl.reads import ReadQueue
 from pdserve.connectors.nixl.report import TransferReport
 from pdserve.connectors.testing import build_context
@@ -190,8 +191,10 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def desk() -> Iterator[Desk]:
+    desk = Desk()
+    yield desk
+    desk.consumer.close("the test has ended")
 
 
 def test_a_whole_load(desk: Desk) -> None:
@@ -306,7 +309,7 @@ def test_a_refusal_at_any_moment_ends_the_load_and_wipes_what_came(desk: Desk, n
     desk.close()
     desk.refuse("expired")
     desk.consumer.advance()
-    assert desk.take() == ConnectorOutput()
+    assert desk.take() == ConnectorOutput(stats=ConnectorStats(failures={"late": 1}))
 
 
 def test_a_refusal_when_everything_is_read(desk: Desk) -> None:
@@ -349,7 +352,7 @@ def test_cancelled_when_everything_is_read_ends_as_it_would_have(desk: Desk) -> 
     assert desk.take().finished_receiving == {"d"}
 
 
-def test_unknown_late_and_duplicate_messages_change_nothing(desk: Desk) -> None:
+def test_unknown_late_and_duplicate_messages_are_counted_and_change_nothing(desk: Desk) -> None:
     desk.start()
     desk.close()  # before anything was read
     desk.close("unknown")
@@ -357,12 +360,35 @@ def test_unknown_late_and_duplicate_messages_change_nothing(desk: Desk) -> None:
     desk.consumer.receive(Endpoint("tcp://127.0.0.1:9", "x"), wire.Closed("t", b""))
     desk.consumer.lose(Endpoint("tcp://127.0.0.1:9", "x"), "whatever")
     desk.consumer.cancel("unknown")
-    assert desk.take() == ConnectorOutput()
+    assert desk.take() == ConnectorOutput(stats=ConnectorStats(failures={"protocol": 1, "late": 1}))
     desk.read_all()
     desk.close()
     desk.close()
-    assert desk.take().finished_receiving == {"d"}
+    output = desk.take()
+    assert (output.finished_receiving, output.stats.failures) == ({"d"}, {"late": 1})
     assert desk.take() == ConnectorOutput()
+
+
+def test_nothing_counts_before_the_last_checksum_is_there(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading goes on while checksums are computed; the producer's last word waits for them."""
+    gate, get_checksums = threading.Event(), desk.memory.get_checksums
+
+    def get_checksums_later(block_ids: Sequence[int]) -> Checksums:
+        assert gate.wait(30.0)
+        return get_checksums(block_ids)
+
+    monkeypatch.setattr(desk.memory, "get_checksums", get_checksums_later)
+    desk.network.damaged_block = OURS[6]
+    desk.start()
+    desk.read_all()
+    assert desk.sent[-1] == wire.Close("g#0-d", 7)
+    closing = threading.Thread(target=desk.close)
+    closing.start()
+    assert desk.take() == ConnectorOutput()
+    gate.set()
+    closing.join(30.0)
+    output = desk.take()
+    assert (output.failed_receiving, output.stats.failures) == ({"d": 6 * S}, {"corrupt": 1})
 
 
 def test_a_load_that_is_under_way_is_not_begun_again(desk: Desk) -> None:
@@ -527,7 +553,7 @@ def test_closing_ends_everything_once(desk: Desk) -> None:
 def test_pieces_are_as_large_as_the_cache_wants_them() -> None:
     memory = PoolMemory(torch.zeros((2, *TINY_SPEC.block_shape), dtype=torch.bfloat16), TINY_SPEC)
     queue = ReadQueue(None, memory, S, timeout_s=1.0, clock=lambda: 0.0)  # type: ignore[arg-type]
-    assert queue._blocks_in_piece == (2 << 20) // TINY_SPEC.block_bytes
+    assert queue._blocks_in_piece == (4 << 20) // TINY_SPEC.block_bytes
 
 
 def test_checksums_are_little_endian_xxh3() -> None:

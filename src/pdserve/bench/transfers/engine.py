@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pdserve.bench.transfers.pool import BlockRing
 from pdserve.connectors.base import (
+    ChoosesLayerSteps,
     ConnectorContext,
     ConnectorOutput,
     ConnectorStats,
@@ -151,9 +152,10 @@ class BareEngine:
         self._scheduler.close()
 
     def _end_step(self) -> ConnectorOutput:
-        for layer in range(self._num_layers):
-            self._worker.wait_for_layer_load(layer)
-            self._worker.save_kv_layer(layer)
+        if not isinstance(self._worker, ChoosesLayerSteps) or self._worker.wants_layers():
+            for layer in range(self._num_layers):
+                self._worker.wait_for_layer_load(layer)
+                self._worker.save_kv_layer(layer)
         self._worker.wait_for_save()
         due, self._due = self._due, []
         output = self._worker.get_finished(due)
