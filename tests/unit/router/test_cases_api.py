@@ -1,6 +1,6 @@
 """Cases 30 to 40 from rivals' public reports: what each leg is sent, and what the client is told.
 
-Those that need a real engine (34, 35, 36) stand in ``tests/e2e/test_api_parity.py`` too.
+Those that need a real engine (34, 35, 36) stand in ``tests/api_suite`` too.
 """
 
 from __future__ import annotations
