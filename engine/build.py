@@ -13,7 +13,7 @@ import torch
 from pdserve.checkpoint import architecture_digest, prepare_weights, resolve_model, weights_digest
 from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.registry import load_connector
-from pdserve.engine.config import EngineConfig
+from pdserve.engine.config import EngineConfig, ModelSettings
 from pdserve.engine.core import EngineCore
 from pdserve.engine.executor import UniProcExecutor
 from pdserve.engine.kv_memory import TORCH_DTYPES, allocate_kv_cache, resolve_num_blocks
@@ -43,7 +43,7 @@ def build_engine(
     tell = on_progress or logger.info
     started_s = time.monotonic()
     source = resolve_model(config.model.model)
-    tell(f"loading {source.name} in {config.model.dtype}")
+    tell(f"loading {source.name} in {_describe_precision(config.model)}")
     directory = prepare_weights(source, config.model.dtype)
     model, model_config = _load_model(config, directory)
     spec = _build_spec(config, model_config)
@@ -94,7 +94,7 @@ def build_engine(
 def _load_model(config: EngineConfig, directory: Path) -> tuple[CausalLM, ModelConfig]:
     torch.set_num_threads(config.model.num_threads or 1)
     dtype = TORCH_DTYPES[config.model.dtype]
-    backend = get_backend(config.model.kernel_backend, dtype)
+    backend = get_backend(config.model.kernel_backend, dtype, config.model.quantization)
     model = load_model(directory, dtype, backend)
     if not check_invariance(model):
         logger.warning(
@@ -103,6 +103,11 @@ def _load_model(config: EngineConfig, directory: Path) -> tuple[CausalLM, ModelC
             backend.numerics,
         )
     return model, model.config
+
+
+def _describe_precision(settings: ModelSettings) -> str:
+    quantised = "" if settings.quantization == "none" else f" with {settings.quantization} weights"
+    return f"{settings.dtype}{quantised}"
 
 
 def _build_spec(config: EngineConfig, model_config: ModelConfig) -> KVCacheSpec:

@@ -22,6 +22,11 @@ class ModelSettings:
     max_model_len: int | None = setting(
         None, help="longest prompt plus answer, in tokens; default: the model's context length"
     )
+    quantization: str = setting(
+        "none",
+        choices=("none", "int8", "w8a8"),
+        help="of the weights: int8, or w8a8 = activations too; needs bfloat16 and the compiled kernels",
+    )
     kernel_backend: str = setting("auto", help="kernels to compute with; auto = the fastest that runs here")
     num_threads: int | None = setting(
         None, help="compute threads of one instance; default: 1 (pdserve up shares the cores out)"

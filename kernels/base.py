@@ -105,12 +105,14 @@ class LinearWeight:
         bias: [O], or None.
         in_features: D.
         out_features: O.
+        scales: float32, one for each output, in a layout like ``data``'s; None for weights that are not quantised.
     """
 
     data: Tensor
     bias: Tensor | None
     in_features: int
     out_features: int
+    scales: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""The compiled backend: bfloat16 kernels in C++ (csrc/), for the instruction set that this processor has.
+"""The compiled backend: kernels in C++ (csrc/) for the instruction set that this processor has.
+
+Activations are bfloat16; weights may be quantised (`linear_format`).
 
 Rows don't depend on one another by construction, not by measurement: every sum has one accumulator that runs over its
 inputs in one order, whatever the number of rows, threads or chunks (csrc/gemm.h, csrc/attention.h). Instruction sets
@@ -18,13 +20,12 @@ from torch import Tensor
 
 from pdserve.kernels.base import AttentionMetadata, LinearWeight
 from pdserve.kernels.cpp_decoder import CppDecoder
-from pdserve.kernels.cpp_step import CppAttention, build_heads, build_linear, build_step
+from pdserve.kernels.cpp_step import CppAttention, build_heads, build_step
 from pdserve.kernels.decoder import DecoderShape, LayerWeights
+from pdserve.kernels.linear_format import LINEAR_FORMATS, build_linear
 from pdserve.kernels.native_library import choose_variant, load_library, require_done
 from pdserve.kernels.weight_memory import WeightMemory
 
-PANEL_OUTPUTS = 32
-"""Outputs that are packed together; kPanel in csrc/gemm.h."""
 NUMERICS_VERSION = 1
 """Raised when the order or rounding of any sum changes."""
 
@@ -35,18 +36,21 @@ class CppBackend:
     Args:
         variant: the instruction set, by `native_build.Variant`'s name; None = the best this processor has.
         num_threads: compute threads; None = torch's own number at each call.
+        quantization: of the weights of linear layers, a key of `LINEAR_FORMATS`.
 
     Raises:
         ConfigError: the processor doesn't run ``variant``, or its library is not there and cannot be compiled.
     """
 
-    def __init__(self, variant: str | None = None, num_threads: int | None = None) -> None:
+    def __init__(self, variant: str | None = None, num_threads: int | None = None, quantization: str = "none") -> None:
         chosen = choose_variant(variant)
         self._variant = chosen.name
         self._library = load_library(chosen)
         self._num_threads = num_threads
         self._memory = WeightMemory()
-        self._numerics = f"cpp/{NUMERICS_VERSION}/{chosen.name}/bfloat16/{self._probe_digest()}"
+        self._format = LINEAR_FORMATS[quantization]
+        arithmetic = "bfloat16" if quantization == "none" else f"bfloat16-{quantization}"
+        self._numerics = f"cpp/{NUMERICS_VERSION}/{chosen.name}/{arithmetic}/{self._probe_digest()}"
 
     @property
     def name(self) -> str:
@@ -74,15 +78,12 @@ class CppBackend:
 
     def prepare_linear(self, weight_OD: Tensor, bias_O: Tensor | None) -> LinearWeight:
         """See `KernelBackend.prepare_linear`: copied into panels, on huge pages."""
-        out_features, in_features = weight_OD.shape
         weight_OD = _require_rows(weight_OD)
-        panels = -(-out_features // PANEL_OUTPUTS)
-        packed = self._memory.allocate(panels * PANEL_OUTPUTS * (in_features + in_features % 2), torch.bfloat16)
-        self._library.pds_pack_linear(
-            weight_OD.data_ptr(), weight_OD.stride(0), out_features, in_features, packed.data_ptr()
-        )
-        bias = None if bias_O is None else _require_plain(bias_O)
-        return LinearWeight(packed, bias, in_features, out_features)
+        bias_O = None if bias_O is None else _require_plain(bias_O)
+        out_features, in_features = weight_OD.shape
+        packed = self._format.allocate(self._memory, out_features, in_features, bias_O)
+        self._library.pds_pack_linear(weight_OD.data_ptr(), weight_OD.stride(0), byref(build_linear(packed)))
+        return packed
 
     def linear(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
         """See `KernelBackend.linear`."""

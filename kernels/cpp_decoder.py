@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.base import AttentionMetadata, Rotation
-from pdserve.kernels.cpp_step import build_heads, build_kv_layer, build_linear, build_step, set_rotation
+from pdserve.kernels.cpp_step import build_heads, build_kv_layer, build_step, set_rotation
 from pdserve.kernels.decoder import DecoderShape, LayerHook, LayerWeights
+from pdserve.kernels.linear_format import build_linear
 from pdserve.kernels.native_library import NativeDecoder, NativeLayer, require_done
 
 

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.kernels.base import AttentionMetadata, LinearWeight, Rotation
+from pdserve.kernels.base import AttentionMetadata, Rotation
 from pdserve.kernels.native_library import (
     NativeHeads,
     NativeKvLayer,
-    NativeLinear,
     NativeProjected,
     NativeStep,
     require_done,
@@ -81,12 +80,6 @@ def build_heads(num_heads: int, num_kv_heads: int, head_dim: int, scale: float) 
     assert num_heads % num_kv_heads == 0
     assert head_dim % 2 == 0
     return NativeHeads(num_heads, num_kv_heads, head_dim, scale)
-
-
-def build_linear(weight: LinearWeight) -> NativeLinear:
-    """A packed weight; the structure points into it."""
-    bias = None if weight.bias is None else weight.bias.data_ptr()
-    return NativeLinear(weight.data.data_ptr(), bias, weight.in_features, weight.out_features)
 
 
 class CppAttention:

@@ -77,7 +77,7 @@ class Variant:
 
 _AVX512_CPU = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"})
 _X86_VARIANTS = (
-    Variant("avx512_bf16", 3, (*_AVX512, "-mavx512bf16"), _AVX512_CPU | {"avx512_bf16"}),
+    Variant("avx512_bf16", 3, (*_AVX512, "-mavx512bf16", "-mavx512vnni"), _AVX512_CPU | {"avx512_bf16", "avx512_vnni"}),
     Variant("avx512", 2, _AVX512, _AVX512_CPU),
     Variant("avx2", 1, _AVX2, frozenset({"avx2", "fma"})),
 )

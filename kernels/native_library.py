@@ -31,7 +31,14 @@ _CPUINFO = Path("/proc/cpuinfo")
 class NativeLinear(Structure):
     """``Linear`` of csrc/api.h."""
 
-    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("in_features", c_int64), ("out_features", c_int64))
+    _fields_ = (
+        ("panels", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("in_features", c_int64),
+        ("out_features", c_int64),
+        ("format", c_int64),
+    )
 
 
 class NativeStep(Structure):
@@ -115,7 +122,7 @@ class NativeDecoder(Structure):
 
 _LINEAR = (c_int, (c_void_p, c_int64, c_int64, POINTER(NativeLinear), c_void_p, c_int64))
 _SIGNATURES = {
-    "pds_pack_linear": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p)),
+    "pds_pack_linear": (None, (c_void_p, c_int64, POINTER(NativeLinear))),
     "pds_linear": _LINEAR,
     "pds_linear_float32": _LINEAR,
     "pds_rms_norm": (None, (c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64)),

@@ -10,6 +10,7 @@ import torch
 from pdserve.errors import ConfigError
 from pdserve.kernels.base import KernelBackend
 from pdserve.kernels.cpp_backend import CppBackend
+from pdserve.kernels.linear_format import LINEAR_FORMATS
 from pdserve.kernels.matmul import OneDnnMatmul, build_matmul
 from pdserve.kernels.torch_backend import TorchBackend
 
@@ -19,6 +20,7 @@ CPP = "cpp"
 MATMULS: Mapping[str, str] = {"reference": "plain", "onednn": "onednn"}
 """Name of a backend in torch -> how it multiplies."""
 DTYPES = (torch.bfloat16, torch.float32)
+NOT_QUANTIZED = "none"
 
 
 def backend_names() -> tuple[str, ...]:
@@ -26,14 +28,28 @@ def backend_names() -> tuple[str, ...]:
     return (CPP, *MATMULS)
 
 
-def get_backend(name: str, dtype: torch.dtype) -> KernelBackend:
+def get_backend(name: str, dtype: torch.dtype, quantization: str = NOT_QUANTIZED) -> KernelBackend:
     """The backend called ``name``; ``auto`` is the fastest that runs here.
 
+    Args:
+        name: of the backend.
+        dtype: of activations, and of weights that are not quantised.
+        quantization: of linear layers' weights, see `pdserve.kernels.linear_format`.
+
     Raises:
-        ConfigError: the name or dtype is unknown, or something that the backend needs is missing.
+        ConfigError: a name or dtype is unknown, the backend has no such quantisation, or something that it needs is
+            missing.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype} is not supported; use bfloat16 or float32")
+    if quantization not in LINEAR_FORMATS:
+        raise ConfigError(f"quantization {quantization!r} is unknown; use {', '.join(LINEAR_FORMATS)}")
+    if quantization != NOT_QUANTIZED:
+        if dtype != torch.bfloat16 or name not in ("auto", CPP):
+            raise ConfigError(
+                f"quantization {quantization} needs dtype bfloat16 and kernel backend cpp, not {dtype} and {name}"
+            )
+        return CppBackend(quantization=quantization)
     if name == "auto":
         return _choose_backend(dtype)
     if name == CPP:

@@ -39,12 +39,20 @@ struct Heads {
   float scale;
 };
 
-// A linear layer: panels of 32 outputs, each [ceil(in / 2)][32][2], zeros where a panel or pair is not full.
+// How a linear layer's weights are kept, in panels of 32 outputs, zeros where a panel, pair or quad of inputs is not full.
+enum WeightFormat : int64_t {
+  kBfloat16,    // [pairs][32][2] bfloat16
+  kInt8,        // [pairs][2][32] int8, times the output's scale
+  kInt8Inputs,  // [quads][32][4] uint8, 128 above the int8 that kInt8 has; inputs are rounded to int8 as well
+};
+
 struct Linear {
-  const uint16_t* panels;
+  void* panels;
+  float* scales;         // [panels * 32], of the int8 formats
   const uint16_t* bias;  // or null
   int64_t in_features;
   int64_t out_features;
+  int64_t format;
 };
 
 // Runs work(context, item) for each item of [0, count), on up to `threads` threads, the caller's included.
@@ -52,7 +60,7 @@ struct Linear {
 void parallel(int64_t threads, int64_t count, void (*work)(void* context, int64_t item), void* context);
 
 // Memory of the calling thread, 64-byte aligned, kept for its next call with the same slot. Null when there is none.
-enum ScratchSlot { kRows, kItems, kAttention, kNumSlots };
+enum ScratchSlot { kRows, kPanels, kItems, kAttention, kNumSlots };
 void* scratch(ScratchSlot slot, size_t num_bytes);
 
 }  // namespace pds

@@ -28,9 +28,9 @@ struct KvMath;
 template <>
 struct KvMath<uint16_t> {
 #if PDS_LEVEL == 3
-  using Scores = PairMath;
+  using Scores = PairMath<uint16_t>;
 #else
-  using Scores = WideMath;
+  using Scores = WideMath<uint16_t>;
 #endif
 };
 template <>

@@ -20,15 +20,61 @@ constexpr int kTileRows = 6;
 constexpr int kTileRows = 4;
 #endif
 
-// bfloat16 rows and panels, multiplied in pairs by one instruction.
+// A vector's worth of a panel's pairs of weights as numbers that a product takes. Panels of bfloat16 are [pairs][32][2],
+// panels of int8 [pairs][2][32].
 #if PDS_LEVEL == 3
+PDS_INLINE __m512bh load_pairs(const uint16_t* panel) {
+  __m512bh weights;
+  memcpy(&weights, panel, sizeof weights);
+  return weights;
+}
+// Integers of eight bits are exact in bfloat16: the upper half of the float32 they are converted to.
+PDS_INLINE __m512bh load_pairs(const int8_t* panel) {
+  const __m512i first = _mm512_srli_epi32(_mm512_castps_si512(load_int8(panel)), 16);
+  const __m512i both = _mm512_or_si512(first, _mm512_castps_si512(load_int8(panel + kPanel)));
+  __m512bh weights;
+  memcpy(&weights, &both, sizeof weights);
+  return weights;
+}
+#endif
+PDS_INLINE void load_pairs(const uint16_t* panel, Vec& first, Vec& second) {
+#if PDS_LEVEL >= 2
+  const __m512i both = _mm512_loadu_si512(panel);
+  first = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+  second = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+#elif PDS_LEVEL == 1
+  const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel));
+  first = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+  second = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+#else
+  float low[kWidth], high[kWidth];
+  for (int i = 0; i < kWidth; ++i) {
+    low[i] = widen(panel[2 * i]);
+    high[i] = widen(panel[2 * i + 1]);
+  }
+  first = load(low);
+  second = load(high);
+#endif
+}
+PDS_INLINE void load_pairs(const int8_t* panel, Vec& first, Vec& second) {
+  first = load_int8(panel);
+  second = load_int8(panel + kPanel);
+}
+
+// Where a panel's vector of outputs begins within one pair's elements.
+template <class Panel>
+constexpr int kVectorStep = sizeof(Panel) == 2 ? 2 : 1;
+
+// bfloat16 rows, multiplied in pairs by one instruction.
+#if PDS_LEVEL == 3
+template <class Weight>
 struct PairMath {
   using Row = uint16_t;
-  using Panel = uint16_t;
+  using Panel = Weight;
   template <int rows>
   PDS_INLINE void step(Vec (&acc)[rows][kVectors], const Row* x, int64_t stride, const Panel* panel) {
     __m512bh weight[kVectors];
-    for (int v = 0; v < kVectors; ++v) memcpy(&weight[v], panel + v * 2 * kWidth, sizeof weight[v]);
+    for (int v = 0; v < kVectors; ++v) weight[v] = load_pairs(panel + v * kVectorStep<Panel> * kWidth);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {
       int32_t pair;
@@ -43,14 +89,15 @@ struct PairMath {
 };
 #endif
 
-// float32 rows and bfloat16 panels.
+// float32 rows.
+template <class Weight>
 struct WideMath {
   using Row = float;
-  using Panel = uint16_t;
+  using Panel = Weight;
   template <int rows>
   PDS_INLINE void step(Vec (&acc)[rows][kVectors], const Row* x, int64_t stride, const Panel* panel) {
     Vec first[kVectors], second[kVectors];
-    for (int v = 0; v < kVectors; ++v) split(panel + v * 2 * kWidth, first[v], second[v]);
+    for (int v = 0; v < kVectors; ++v) load_pairs(panel + v * kVectorStep<Panel> * kWidth, first[v], second[v]);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {
       const Vec input = splat(x[r * stride]);
@@ -63,28 +110,6 @@ struct WideMath {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(input, second[v], acc[r][v]);
     }
-  }
-
- private:
-  // The first and second of kWidth pairs, as floats.
-  PDS_INLINE void split(const Panel* pairs, Vec& first, Vec& second) {
-#if PDS_LEVEL >= 2
-    const __m512i both = _mm512_loadu_si512(pairs);
-    first = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-    second = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
-#elif PDS_LEVEL == 1
-    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pairs));
-    first = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-    second = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-#else
-    float low[kWidth], high[kWidth];
-    for (int i = 0; i < kWidth; ++i) {
-      low[i] = widen(pairs[2 * i]);
-      high[i] = widen(pairs[2 * i + 1]);
-    }
-    first = load(low);
-    second = load(high);
-#endif
   }
 };
 
@@ -108,11 +133,7 @@ struct FloatMath {
   }
 };
 
-// Where a panel's vector of outputs begins within one pair's elements.
-template <class Math>
-constexpr int kVectorStep = sizeof(typename Math::Panel) == 2 ? 2 : 1;
-
-// What to fetch while a tile is worked on: `step` bytes a pair, in two cache lines.
+// What to fetch while a tile is worked on: `step` bytes a pair (or quad), in two cache lines.
 struct Ahead {
   const char* from;
   int64_t step;
@@ -131,7 +152,7 @@ void multiply_tile(const typename Math::Row* x, int64_t x_stride, const typename
         acc[r][v] = accumulate ? load(sums + r * sums_stride + column + v * kWidth) : splat(0.0f);
       }
     }
-    const typename Math::Panel* weight = panel + column * kVectorStep<Math>;
+    const typename Math::Panel* weight = panel + column * kVectorStep<typename Math::Panel>;
     const char* fetch = ahead.from;
     for (int64_t k = 0; k < pairs; ++k) {
       __builtin_prefetch(fetch, 0, 2);

@@ -14,9 +14,8 @@ enum Status : int { kDone = 0, kNoMemory = 1, kOutsidePool = 2 };
 
 extern "C" {
 
-PDS_API void pds_pack_linear(const uint16_t* weight, int64_t weight_stride, int64_t out_features, int64_t in_features,
-                             uint16_t* panels) {
-  pack_linear(weight, weight_stride, out_features, in_features, panels);
+PDS_API void pds_pack_linear(const uint16_t* weight, int64_t weight_stride, const Linear* layer) {
+  pack_linear(weight, weight_stride, *layer);
 }
 
 PDS_API int pds_linear(const uint16_t* x, int64_t x_stride, int64_t rows, const Linear* layer, uint16_t* out,

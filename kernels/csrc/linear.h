@@ -1,40 +1,23 @@
-// Linear layers: weights packed once, rows multiplied with them.
+// Linear layers: rows multiplied with packed weights.
 #pragma once
 
-#include "gemm.h"
+#include "int8_rows.h"
+#include "panels.h"
 
 namespace {
 
-using pds::Linear;
-
 #if PDS_LEVEL == 3
-using LinearMath = PairMath;
+template <class Weight>
+using LinearMath = PairMath<Weight>;
 #else
-using LinearMath = WideMath;
+template <class Weight>
+using LinearMath = WideMath<Weight>;
 #endif
-using LinearRow = LinearMath::Row;
+using LinearRow = LinearMath<uint16_t>::Row;
 
 constexpr int64_t kRowBlockBytes = 384 << 10;  // of rows and of panels that share the second-level cache
 constexpr int64_t kPartBytes = 256 << 10;
 constexpr int64_t kAheadBytes = 4096;          // how far ahead of a single pass over the weights memory is read
-
-PDS_INLINE int64_t pairs_of(int64_t count) { return (count + 1) / 2; }
-
-void pack_linear(const uint16_t* weight, int64_t weight_stride, int64_t out_features, int64_t in_features,
-                 uint16_t* panels) {
-  const int64_t pairs = pairs_of(in_features);
-  for (int64_t first = 0; first < out_features; first += kPanel, panels += pairs * kPanel * 2) {
-    for (int64_t k = 0; k < pairs; ++k) {
-      uint16_t* to = panels + k * kPanel * 2;
-      for (int64_t o = 0; o < kPanel; ++o) {
-        const bool exists = first + o < out_features;
-        const uint16_t* from = weight + (first + o) * weight_stride + 2 * k;
-        to[2 * o] = exists ? from[0] : 0;
-        to[2 * o + 1] = exists && 2 * k + 1 < in_features ? from[1] : 0;
-      }
-    }
-  }
-}
 
 struct Rows {
   const LinearRow* data;
@@ -64,23 +47,39 @@ Rows prepare_rows(const uint16_t* x, int64_t x_stride, int64_t rows, int64_t in_
   return {copy, stride};
 }
 
-// Adds the bias to a tile's sums, rounds them once and puts them in their place.
-template <class Out>
-void finish_tile(const float* sums, int64_t rows, int64_t first, const Linear& layer, Out* out, int64_t out_stride) {
-  for (int64_t column = 0; column < kPanel && first + column < layer.out_features; column += kWidth) {
-    const int64_t left = layer.out_features - first - column;
-    const bool has_bias = layer.bias != nullptr;
-    const Vec bias = has_bias ? load_some(layer.bias + first + column, left) : splat(0.0f);
-    for (int64_t r = 0; r < rows; ++r) {
-      const Vec sum = load(sums + r * kPanel + column);
-      store_some(out + r * out_stride + first + column, has_bias ? sum + bias : sum, left);
-    }
+// --- what is multiplied with what: rows in one form, panels in one format ---
+
+// Panels of pairs of bfloat16 or int8.
+template <class Weight>
+struct PairProduct {
+  using Panel = Weight;
+  Rows x;
+  int64_t steps;  // pairs
+
+  static constexpr int64_t kStepInputs = 2;
+  static constexpr int64_t kRowStepBytes = 2 * sizeof(LinearRow);
+
+  void multiply(int64_t row, int64_t rows, const Panel* panel, float* sums, Ahead ahead) const {
+    tile_function<LinearMath<Weight>>(rows)(x.data + row * x.stride, x.stride, panel, steps, sums, kPanel, false, ahead);
   }
-}
+};
+
+// Panels of quads.
+struct QuadProduct {
+  using Panel = uint8_t;
+  Int8Rows x;
+  int64_t steps;  // quads
+
+  static constexpr int64_t kStepInputs = 4;
+  static constexpr int64_t kRowStepBytes = 4;
+
+  void multiply(int64_t row, int64_t rows, const Panel* panel, float* sums, Ahead ahead) const {
+    int8_tile_function(rows)(x, row, panel, steps, sums, ahead);
+  }
+};
 
 template <class Out>
 struct LinearCall {
-  Rows x;
   int64_t rows;
   const Linear* layer;
   Out* out;
@@ -88,61 +87,121 @@ struct LinearCall {
   int64_t threads;
 };
 
-// A part of the panels that stays in the second-level cache while rows pass over it: tile by tile, so that a tile's rows
-// stay in the first-level cache while all panels of the part pass over them.
+// Scales a tile's sums, adds the bias, rounds them once and puts them in their place.
 template <class Out>
-void multiply_part(const LinearCall<Out>& call, int64_t first_panel, int64_t num_panels, const Cut& tiles, int64_t begin) {
-  const int64_t pairs = pairs_of(call.layer->in_features), panel_elements = pairs * kPanel * 2;
-  const int64_t panel_bytes = panel_elements * static_cast<int64_t>(sizeof(uint16_t));
-  const uint16_t* panels = call.layer->panels + first_panel * panel_elements;
-  const auto* next = reinterpret_cast<const char*>(panels + num_panels * panel_elements);
-  float sums[kTileRows * kPanel];
-  for (int64_t t = 0; t < tiles.parts; ++t) {
-    const int64_t row = begin + tiles.begin(t), rows = begin + tiles.begin(t + 1) - row;
-    for (int64_t p = 0; p < num_panels; ++p) {
-      const uint16_t* panel = panels + p * panel_elements;
-      const int64_t fetched = (t * num_panels + p) * panel_bytes / tiles.parts;
-      const Ahead ahead = tiles.parts == 1 ? Ahead{reinterpret_cast<const char*>(panel) + kAheadBytes, 128}
-                                           : Ahead{next + fetched, 128 / tiles.parts + 1};
-      tile_function<LinearMath>(rows)(call.x.data + row * call.x.stride, call.x.stride, panel, pairs, sums, kPanel, false,
-                                      ahead);
-      finish_tile(sums, rows, (first_panel + p) * kPanel, *call.layer, call.out + row * call.out_stride, call.out_stride);
+void finish_tile(const float* sums, int64_t rows, int64_t first, const Linear& layer, Out* out, int64_t out_stride) {
+  for (int64_t column = 0; column < kPanel && first + column < layer.out_features; column += kWidth) {
+    const int64_t left = layer.out_features - first - column;
+    const bool has_bias = layer.bias != nullptr, has_scale = layer.format != pds::kBfloat16;
+    const Vec bias = has_bias ? load_some(layer.bias + first + column, left) : splat(0.0f);
+    const Vec scale = has_scale ? load(layer.scales + first + column) : splat(1.0f);
+    for (int64_t r = 0; r < rows; ++r) {
+      Vec sum = load(sums + r * kPanel + column);
+      if (has_scale) sum = sum * scale;
+      if (has_bias) sum = sum + bias;
+      store_some(out + r * out_stride + first + column, sum, left);
     }
   }
 }
 
-// All rows times the panels [first_panel, last_panel).
+// A part of the panels that stays in the second-level cache while rows pass over it.
+struct Part {
+  int64_t first_panel, num_panels;
+  const char* stored;  // as the layer keeps it: what lies behind is fetched meanwhile
+  int64_t stored_bytes;
+};
+
+// Tile by tile, so that a tile's rows stay in the first-level cache while all panels of the part pass over them.
+template <class Product, class Out>
+void multiply_part(const Product& product, const LinearCall<Out>& call, const Part& part,
+                   const typename Product::Panel* panels, const Cut& tiles, int64_t begin) {
+  const int64_t panel_elements = product.steps * kPanel * Product::kStepInputs;
+  const int64_t panel_bytes = part.stored_bytes / part.num_panels, step_bytes = panel_bytes / product.steps;
+  float sums[kTileRows * kPanel];
+  for (int64_t t = 0; t < tiles.parts; ++t) {
+    const int64_t row = begin + tiles.begin(t), rows = begin + tiles.begin(t + 1) - row;
+    for (int64_t p = 0; p < part.num_panels; ++p) {
+      const int64_t fetched = (t * part.num_panels + p) * panel_bytes / tiles.parts;
+      const Ahead ahead = tiles.parts == 1 ? Ahead{part.stored + p * panel_bytes + kAheadBytes, step_bytes}
+                                           : Ahead{part.stored + part.stored_bytes + fetched, step_bytes / tiles.parts + 1};
+      product.multiply(row, rows, panels + p * panel_elements, sums, ahead);
+      finish_tile(sums, rows, (part.first_panel + p) * kPanel, *call.layer, call.out + row * call.out_stride,
+                  call.out_stride);
+    }
+  }
+}
+
+// A part that many rows pass over is widened once; few rows take its weights as they are.
 template <class Out>
-void multiply_panels(const LinearCall<Out>& call, int64_t first_panel, int64_t last_panel) {
-  const int64_t pairs = pairs_of(call.layer->in_features);
-  const int64_t row_bytes = 2 * pairs * static_cast<int64_t>(sizeof(LinearRow));
-  const int64_t panel_bytes = 2 * pairs * kPanel * static_cast<int64_t>(sizeof(uint16_t));
+void multiply_part(const PairProduct<int8_t>& product, const LinearCall<Out>& call, const Part& part, const Cut& tiles,
+                   int64_t begin) {
+  const auto* panels = reinterpret_cast<const int8_t*>(part.stored);
+  const int64_t pairs = part.num_panels * product.steps;
+  auto* wide = tiles.parts == 1 ? nullptr : static_cast<uint16_t*>(pds::scratch(pds::kPanels, static_cast<size_t>(pairs * kPanel * 4)));
+  if (wide == nullptr) return multiply_part(product, call, part, panels, tiles, begin);
+  widen_panels(panels, pairs, wide);
+  multiply_part(PairProduct<uint16_t>{product.x, product.steps}, call, part, wide, tiles, begin);
+}
+template <class Product, class Out>
+void multiply_part(const Product& product, const LinearCall<Out>& call, const Part& part, const Cut& tiles, int64_t begin) {
+  multiply_part(product, call, part, reinterpret_cast<const typename Product::Panel*>(part.stored), tiles, begin);
+}
+
+// All rows times the panels [first_panel, last_panel).
+template <class Product, class Out>
+void multiply_panels(const Product& product, const LinearCall<Out>& call, int64_t first_panel, int64_t last_panel) {
+  using Panel = typename Product::Panel;
+  const int64_t row_bytes = product.steps * Product::kRowStepBytes;
+  const int64_t panel_elements = product.steps * kPanel * Product::kStepInputs;
+  const int64_t panel_bytes = panel_elements * static_cast<int64_t>(sizeof(Panel));
   const Cut blocks(call.rows, (kRowBlockBytes / row_bytes / kTileRows + 1) * kTileRows);
   const Cut parts(last_panel - first_panel, kPartBytes / panel_bytes + 1);
   for (int64_t b = 0; b < blocks.parts; ++b) {
     const int64_t begin = blocks.begin(b);
     const Cut tiles(blocks.begin(b + 1) - begin, kTileRows);
     for (int64_t p = 0; p < parts.parts; ++p) {
-      const int64_t first = first_panel + parts.begin(p);
-      multiply_part(call, first, first_panel + parts.begin(p + 1) - first, tiles, begin);
+      const int64_t first = first_panel + parts.begin(p), count = first_panel + parts.begin(p + 1) - first;
+      const char* stored = static_cast<const char*>(call.layer->panels) + first * panel_bytes;
+      multiply_part(product, call, {first, count, stored, count * panel_bytes}, tiles, begin);
     }
   }
+}
+
+template <class Product, class Out>
+void multiply_on_threads(const Product& product, const LinearCall<Out>& call) {
+  struct Shared {
+    const Product* product;
+    const LinearCall<Out>* call;
+  } shared{&product, &call};
+  pds::parallel(
+      call.threads, call.threads,
+      [](void* context, int64_t part) {
+        const auto& own = *static_cast<Shared*>(context);
+        const int64_t panels = (own.call->layer->out_features + kPanel - 1) / kPanel;
+        multiply_panels(*own.product, *own.call, panels * part / own.call->threads, panels * (part + 1) / own.call->threads);
+      },
+      &shared);
 }
 
 // out [rows, out_features] = x [rows, in_features] @ weight.T + bias. False when there is no memory.
 template <class Out>
 bool multiply_linear(const uint16_t* x, int64_t x_stride, int64_t rows, const Linear& layer, Out* out,
                      int64_t out_stride, int64_t threads) {
-  LinearCall<Out> call{prepare_rows(x, x_stride, rows, layer.in_features), rows, &layer, out, out_stride, threads};
-  if (call.x.data == nullptr) return false;
-  pds::parallel(
-      threads, threads,
-      [](void* context, int64_t part) {
-        const auto& own = *static_cast<LinearCall<Out>*>(context);
-        const int64_t panels = (own.layer->out_features + kPanel - 1) / kPanel;
-        multiply_panels(own, panels * part / own.threads, panels * (part + 1) / own.threads);
-      },
-      &call);
+  const LinearCall<Out> call{rows, &layer, out, out_stride, threads};
+  if (layer.format == pds::kInt8Inputs) {
+    const Int8Rows rounded = round_rows(x, x_stride, rows, layer.in_features, threads);
+    if (rounded.data == nullptr) return false;
+    multiply_on_threads(QuadProduct{rounded, quads_of(layer.in_features)}, call);
+    return true;
+  }
+  const Rows prepared = prepare_rows(x, x_stride, rows, layer.in_features);
+  if (prepared.data == nullptr) return false;
+  const int64_t pairs = pairs_of(layer.in_features);
+  if (layer.format == pds::kInt8) {
+    multiply_on_threads(PairProduct<int8_t>{prepared, pairs}, call);
+  } else {
+    multiply_on_threads(PairProduct<uint16_t>{prepared, pairs}, call);
+  }
   return true;
 }
 

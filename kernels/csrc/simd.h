@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-// PDS_LEVEL: 0 portable, 1 AVX2 + FMA, 2 AVX-512 (F, BW, VL, DQ), 3 AVX-512 + BF16.
+// PDS_LEVEL: 0 portable, 1 AVX2 + FMA, 2 AVX-512 (F, BW, VL, DQ), 3 AVX-512 + BF16 + VNNI.
 #if PDS_LEVEL >= 1
 // GCC 12 takes the intrinsics' deliberately undefined operands for mistakes (its bug 105593).
 #pragma GCC diagnostic push
@@ -83,6 +83,17 @@ PDS_INLINE Vec load_bf16(const uint16_t* p) {
 }
 #endif
 
+// kWidth integers as floats.
+PDS_INLINE Vec load_int8(const int8_t* p) {
+#if PDS_LEVEL >= 2
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif PDS_LEVEL == 1
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  return Vec{float(p[0]), float(p[1]), float(p[2]), float(p[3])};
+#endif
+}
+
 PDS_INLINE float widen(uint16_t x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;
   float value;
@@ -140,6 +151,23 @@ PDS_INLINE void store_some(uint16_t* p, Vec v, int64_t n) {
   uint16_t lanes[kWidth];
   store_bf16(lanes, v);
   memcpy(p, lanes, static_cast<size_t>(n) * sizeof(uint16_t));
+}
+
+// Lanes of integers between -127 and 127 as int8.
+PDS_INLINE void store_int8(int8_t* p, Vec v) {
+#if PDS_LEVEL >= 2
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+#else
+  float lanes[kWidth];
+  store(lanes, v);
+  for (int i = 0; i < kWidth; ++i) p[i] = static_cast<int8_t>(lanes[i]);
+#endif
+}
+
+// To the nearest integer, ties to even; for numbers up to 2^22.
+PDS_INLINE Vec round_lanes(Vec v) {
+  const Vec rounder = splat(12582912.0f);  // 1.5 * 2^23
+  return (v + rounder) - rounder;
 }
 
 // Over the lanes, as a tree of a fixed shape: halves are folded onto each other.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prompts import PROMPTS
 from replay_service import replay_service
 
 PNG = b"\x89PNG"
@@ -220,3 +221,20 @@ def test_throughput_runs_every_request_of_a_mix(tmp_path: Path) -> None:
     assert content["summary"]["num_ok"] == 6
     assert content["floor_s"] is None
     assert sum(step["num_tokens"] for step in content["steps"]) == content["summary"]["num_output_tokens"]
+
+
+def test_perplexity_of_quantised_weights_beside_the_model_itself(tmp_path: Path) -> None:
+    text, output = tmp_path / "t.txt", tmp_path / "r.json"
+    text.write_text(" ".join(PROMPTS), encoding="utf-8")
+    arguments = ("perplexity", "--text", str(text), "--output", str(output))
+    done = bench(*arguments, "--window-tokens", "100", "--max-windows", "3", "--quantization", "w8a8")
+    assert done.returncode == 0, done.stderr
+    assert "on 3 windows of 100 tokens" in done.stdout
+    results = read(output)["perplexity"]
+    assert list(results) == ["none", "w8a8"]
+    assert 2 < results["none"] < 60
+    assert results["w8a8"] == pytest.approx(results["none"], rel=0.05)
+    assert results["w8a8"] != results["none"]
+    short = bench(*arguments, "--window-tokens", "5000")
+    assert short.returncode == 2
+    assert "tokens; a window has 5000 (--window-tokens)" in short.stderr

@@ -16,6 +16,7 @@ BENCHMARKS = {
     "sweep": "rates, prefill:decode splits and hand-off thresholds, to the best goodput",
     "handoff": "each connector's hand-off of KV, beside one memcpy of the same bytes",
     "compare": "the same work on the same cores for pdserve, vLLM, llama.cpp and transformers",
+    "perplexity": "how well a model predicts a text, and what quantised weights cost it",
     "floors": "what this machine's memory and arithmetic allow for a model",
 }
 """Name and purpose; the module `pdserve.bench.<name>` has a ``run(argv) -> exit status``."""

@@ -11,6 +11,7 @@ from pdserve.bench.compare import CompareConfig
 from pdserve.bench.floors import FloorsConfig
 from pdserve.bench.handoff import HandoffConfig
 from pdserve.bench.latency import LatencyConfig
+from pdserve.bench.perplexity import PerplexityConfig
 from pdserve.bench.serve import ServeConfig
 from pdserve.bench.sweep import SweepConfig
 from pdserve.bench.throughput import ThroughputConfig
@@ -19,7 +20,7 @@ from pdserve.settings import option_flags
 
 EVERY = "--config --help --version --output --progress"
 ENGINE = """
-    --model --served-model-name --dtype --max-model-len --kernel-backend
+    --model --served-model-name --dtype --max-model-len --quantization --kernel-backend
     --block-size --kv-dtype --num-blocks --memory-fraction
     --policy --max-num-seqs --max-num-batched-tokens --max-queue-len --kv-load-failure-policy
 """
@@ -41,6 +42,10 @@ TIMES = "--rate --arrivals"
         (LatencyConfig, (OFFLINE, "--batch --prompt-tokens --output-tokens --repeats")),
         (ThroughputConfig, (OFFLINE, "--num-requests --prompt-tokens --output-tokens")),
         (FloorsConfig, ("--model --dtype --num-threads --seconds --context",)),
+        (
+            PerplexityConfig,
+            ("--text --window-tokens --max-windows --model --dtype --quantization --kernel-backend --num-threads",),
+        ),
         (HandoffConfig, ("--connectors --prompt-tokens --repeats --model --dtype --block-size --poll-ms --seed",)),
         (
             ServeConfig,
@@ -144,6 +149,11 @@ def free_port() -> int:
         ),
         (["compare", "--peer", "x=nowhere"], "--peer: 'nowhere' is no address of a server; write http://HOST:PORT"),
         (["floors", "--model", "no-such-model"], None),
+        (["perplexity"], "--text is missing: name a plain text file"),
+        (
+            ["perplexity", "--text", "/none"],
+            "--text /none cannot be read: [Errno 2] No such file or directory: '/none'",
+        ),
         (["latency", "--model", "no-such-model"], None),
         (
             ["throughput", "--prompt-tokens", "none"],

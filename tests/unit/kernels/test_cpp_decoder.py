@@ -123,6 +123,16 @@ def test_layers_in_one_call_equal_kernels_one_by_one(
     assert torch.equal(kv_cache, other_cache)
 
 
+@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
+def test_layers_in_one_call_equal_kernels_one_by_one_with_quantised_weights(quantization: str) -> None:
+    shape = DecoderShape(num_heads=6, num_kv_heads=2, head_dim=24, rms_norm_eps=EPS)
+    model = Model(CppBackend(quantization=quantization), shape, has_bias=True, qk_norm=True)
+    residual, metadata, rotation, kv_cache = build_step(shape, BF16)
+    expected = model.forward_one_by_one(residual.clone(), metadata, rotation, kv_cache.clone())
+    decoder = model.backend.build_decoder(model.layers, model.final_norm, shape)
+    assert torch.equal(decoder.forward(residual, metadata, rotation, kv_cache, None), expected)
+
+
 def test_hooks_are_called_around_each_layers_attention() -> None:
     shape = DecoderShape(num_heads=4, num_kv_heads=4, head_dim=32, rms_norm_eps=EPS)
     model = Model(CppBackend(), shape, has_bias=False, qk_norm=False)

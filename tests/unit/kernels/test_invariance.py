@@ -55,6 +55,11 @@ def test_real_backends_pass(name: str, dtype: torch.dtype) -> None:
     assert check_invariance(SmallModel(get_backend(name, dtype)))
 
 
+@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
+def test_quantised_weights_pass(quantization: str) -> None:
+    assert check_invariance(SmallModel(get_backend("auto", torch.bfloat16, quantization)))
+
+
 @pytest.mark.parametrize("broken", [BatchDependentLinear, BatchDependentSilu, ChunkDependentAttention])
 def test_a_backend_whose_rows_depend_on_the_batch_fails(broken: type[TorchBackend]) -> None:
     assert not check_invariance(SmallModel(broken("broken", torch.float32, PlainMatmul())))

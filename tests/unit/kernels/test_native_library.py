@@ -115,7 +115,8 @@ def test_installed_libraries_come_first_and_stale_ones_are_not_found(
 @pytest.mark.parametrize(
     ("flags", "best"),
     [
-        ("fpu avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16", "avx512_bf16"),
+        ("fpu avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni", "avx512_bf16"),
+        ("fpu avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16", "avx512"),
         ("fpu avx2 fma avx512f avx512bw avx512vl avx512dq", "avx512"),
         ("fpu avx2 fma avx512f", "avx2"),
         ("fpu sse2", "portable"),

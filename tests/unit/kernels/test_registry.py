@@ -37,3 +37,14 @@ def test_numerics_tells_backends_and_dtypes_apart_and_is_stable() -> None:
     classes.append(get_backend("auto", torch.float32).numerics)
     assert len(set(classes)) == len(classes)
     assert [get_backend("reference", dtype).numerics for dtype in DTYPES] == classes[:2]
+
+
+def test_quantised_weights_need_the_compiled_backend() -> None:
+    assert get_backend("auto", torch.bfloat16, "int8").name == "cpp"
+    assert get_backend("cpp", torch.bfloat16, "w8a8").name == "cpp"
+    with pytest.raises(ConfigError, match=r"int8 needs dtype bfloat16 .* not torch.float32 and auto"):
+        get_backend("auto", torch.float32, "int8")
+    with pytest.raises(ConfigError, match=r"w8a8 needs .* backend cpp, not torch.bfloat16 and onednn"):
+        get_backend("onednn", torch.bfloat16, "w8a8")
+    with pytest.raises(ConfigError, match="quantization 'int3' is unknown; use none, int8, w8a8"):
+        get_backend("auto", torch.bfloat16, "int3")

@@ -1,0 +1,91 @@
+// Weights brought into panels, once at load.
+#pragma once
+
+#include "gemm.h"
+
+namespace {
+
+using pds::Linear;
+
+PDS_INLINE int64_t pairs_of(int64_t count) { return (count + 1) / 2; }
+PDS_INLINE int64_t quads_of(int64_t count) { return (count + 3) / 4; }
+
+constexpr int kInt8Most = 127;
+constexpr int kInt8Offset = 128;  // what kInt8Inputs adds to weights, which its instruction takes without a sign
+
+// Calls put(panel, o, row) for the outputs of each panel; row is null for those that do not exist.
+template <class Put>
+void for_each_output(const uint16_t* weight, int64_t weight_stride, int64_t out_features, Put put) {
+  for (int64_t o = 0; o < (out_features + kPanel - 1) / kPanel * kPanel; ++o) {
+    put(o / kPanel, o % kPanel, o < out_features ? weight + o * weight_stride : nullptr);
+  }
+}
+
+void pack_bfloat16(const uint16_t* weight, int64_t weight_stride, const Linear& layer) {
+  const int64_t in = layer.in_features, pairs = pairs_of(in);
+  for_each_output(weight, weight_stride, layer.out_features, [&](int64_t panel, int64_t o, const uint16_t* row) {
+    uint16_t* to = static_cast<uint16_t*>(layer.panels) + panel * pairs * 2 * kPanel + 2 * o;
+    for (int64_t i = 0; i < 2 * pairs; ++i) to[i / 2 * 2 * kPanel + i % 2] = row != nullptr && i < in ? row[i] : 0;
+  });
+}
+
+// What one step of an output's int8 weights stands for: its largest is 127 steps.
+float int8_scale(const uint16_t* row, int64_t in_features) {
+  float most = 0.0f;
+  for (int64_t i = 0; i < in_features; ++i) {
+    const float size = __builtin_fabsf(widen(row[i]));
+    if (size > most || size != size) most = size;  // a NaN stays
+  }
+  return most / kInt8Most;
+}
+
+// The nearest number of steps; 0 where there is none because the scale is 0 or not finite.
+PDS_INLINE int int8_steps(uint16_t weight, float scale) {
+  const float steps = __builtin_rintf(widen(weight) / scale);
+  return steps >= -kInt8Most && steps <= kInt8Most ? static_cast<int>(steps) : 0;
+}
+
+// Calls put(panel, i, o, steps) for each weight, those that fill a panel up to `inputs` too.
+template <class Put>
+void pack_int8(const uint16_t* weight, int64_t weight_stride, const Linear& layer, int64_t inputs, Put put) {
+  for_each_output(weight, weight_stride, layer.out_features, [&](int64_t panel, int64_t o, const uint16_t* row) {
+    const float scale = row != nullptr ? int8_scale(row, layer.in_features) : 0.0f;
+    layer.scales[panel * kPanel + o] = scale;
+    for (int64_t i = 0; i < inputs; ++i) {
+      put(panel, i, o, row != nullptr && i < layer.in_features ? int8_steps(row[i], scale) : 0);
+    }
+  });
+}
+
+void pack_linear(const uint16_t* weight, int64_t weight_stride, const Linear& layer) {
+  const int64_t pairs = pairs_of(layer.in_features), quads = quads_of(layer.in_features);
+  if (layer.format == pds::kBfloat16) {
+    pack_bfloat16(weight, weight_stride, layer);
+  } else if (layer.format == pds::kInt8) {
+    auto* panels = static_cast<int8_t*>(layer.panels);
+    pack_int8(weight, weight_stride, layer, 2 * pairs, [=](int64_t panel, int64_t i, int64_t o, int steps) {
+      panels[(panel * 2 * pairs + i) * kPanel + o] = static_cast<int8_t>(steps);
+    });
+  } else {
+    auto* panels = static_cast<uint8_t*>(layer.panels);
+    pack_int8(weight, weight_stride, layer, 4 * quads, [=](int64_t panel, int64_t i, int64_t o, int steps) {
+      panels[((panel * quads + i / 4) * kPanel + o) * 4 + i % 4] = static_cast<uint8_t>(steps + kInt8Offset);
+    });
+  }
+}
+
+// Panels of kInt8 as kBfloat16 has them, without the scale.
+void widen_panels(const int8_t* panels, int64_t pairs, uint16_t* to) {
+  for (int64_t k = 0; k < pairs; ++k, panels += 2 * kPanel, to += 2 * kPanel) {
+#if PDS_LEVEL == 3
+    for (int o = 0; o < kPanel; o += kWidth) {
+      const __m512bh weights = load_pairs(panels + o);
+      memcpy(to + 2 * o, &weights, sizeof weights);
+    }
+#else
+    for (int i = 0; i < 2 * kPanel; ++i) to[i] = narrow(panels[i % 2 * kPanel + i / 2]);
+#endif
+  }
+}
+
+}  // namespace
