@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+_MAX_ERROR_CHARACTERS = 200
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"\A[ -~]*\Z")]
 """What a router calls itself, its sessions and its requests: it comes into logs and answers."""
@@ -378,7 +379,7 @@ def encode(message: RouterMessage | InstanceMessage) -> bytes:
 
 
 def decode_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
-    """Decode one frame; whatever stands in it, there is one way to fail.
+    """Decode one frame; whatever stands in it, there is one way to fail, and it says little of what the frame holds.
 
     Raises:
         msgspec.DecodeError: it is no message that ``decoder`` knows (ValidationError is a subclass).
@@ -387,6 +388,8 @@ def decode_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
         return decoder.decode(frame)
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(f"{type(error).__name__}: the frame holds no text, or nests too deep") from None
+    except msgspec.DecodeError as error:
+        raise type(error)(str(error)[:_MAX_ERROR_CHARACTERS]) from None
 
 
 def decode_router_message(frame: bytes) -> RouterMessage:

@@ -95,3 +95,14 @@ def test_names_that_could_harm_a_log_are_no_names(name: str) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(msgspec.ValidationError):
         p.decode_router_message(p.encode(msgspec.structs.replace(ROUTER_MESSAGES[1], request_id=name)))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"\x81\xa4type\xa3\xff\xfe\xfd", b"\x91" * 5000 + b"\xc0", msgspec.msgpack.encode({"type": "x" * 10**6})],
+)
+def test_frames_fail_in_one_way_that_is_short(frame: bytes) -> None:
+    for decode in (p.decode_router_message, p.decode_instance_message):
+        with pytest.raises(msgspec.DecodeError) as caught:
+            decode(frame)
+        assert len(str(caught.value)) <= 200
