@@ -35,7 +35,7 @@ from tiny_model import build_tiny_model
 
 PROMPT = list(range(1000, 1075))
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-DRAIN_TIMEOUT_S = 20.0
+DRAIN_TIMEOUT_S = 60.0
 
 
 class Nobody:
@@ -155,7 +155,7 @@ def test_it_refuses_new_work_serves_the_pending_read_and_ends(tmp_path: Path) ->
         decode.close()
         assert (answer.token_ids, answer.num_external_tokens) == (expected.token_ids, len(PROMPT))
         assert prefill.process is not None
-        assert prefill.process.wait(DRAIN_TIMEOUT_S + 20) == 0
+        assert prefill.process.wait(DRAIN_TIMEOUT_S) == 0
         assert "drain deadline" not in prefill.log.read_text()
     finally:
         prefill.kill()
