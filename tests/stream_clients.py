@@ -29,6 +29,7 @@ class StreamAnswer:
         text: of all its events.
         num_tokens: as its usage says.
         num_events: with text or a finish reason.
+        num_bytes: of the whole response.
         finish_reason: of its last event with one.
         is_whole: whether it ended with ``[DONE]`` and the end of the response.
         error: the message of its error event, or the body of a refusal.
@@ -40,6 +41,7 @@ class StreamAnswer:
     text: str = ""
     num_tokens: int = 0
     num_events: int = 0
+    num_bytes: int = 0
     finish_reason: str | None = None
     is_whole: bool = False
     error: str = ""
@@ -65,7 +67,7 @@ def build_request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
 def read_answer(raw: bytes) -> StreamAnswer:
     """What the bytes of a response say; a part of one is read as far as it goes."""
     head, _, body = raw.partition(b"\r\n\r\n")
-    answer = StreamAnswer(status=int(head.split(b" ", 2)[1]) if head else 0)
+    answer = StreamAnswer(status=int(head.split(b" ", 2)[1]) if head else 0, num_bytes=len(raw))
     if b"chunked" not in head:
         answer.error = body.decode("utf-8", "replace")
         return answer

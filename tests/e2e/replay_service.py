@@ -74,9 +74,10 @@ class Service:
         self.instances.append(Replay(role, self.directory, list(options)).start())
         return self.instances[-1]
 
-    def start(self, *options: str) -> Service:
+    def start(self, *options: str, is_listed: bool = True) -> Service:
+        """Start the router; without ``is_listed`` its options say where the instances are."""
         command = [sys.executable, "-m", "pdserve.router.main", "--port", str(self.port), *options]
-        for instance in self.instances:
+        for instance in self.instances if is_listed else ():
             command += [f"--{instance.role}", instance.address]
         with self.log.open("wb") as log:
             self.router = subprocess.Popen(command, stdout=log, stderr=log)
@@ -112,8 +113,11 @@ class Service:
             for chunk in stream:
                 yield "".join(choice.text for choice in chunk.choices)
 
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=30).raise_for_status()
+
     def get_metric(self, name: str) -> float:
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = self.get("/metrics").text.splitlines()
         found = [line for line in lines if line.split("{")[0].split(" ")[0] == f"pdserve_router_{name}"]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 from processes import wait_until
 
@@ -72,7 +71,6 @@ def test_two_thousand_requests_and_twenty_joins_leave_nothing_behind(
 ) -> None:
     port = service.add("decode", "--host", "0.0.0.0").port
     listing = tmp_path / "instances.toml"
-    service.instances, kept = [], service.instances
 
     def list_hosts(*hosts: int) -> None:
         fresh = tmp_path / "fresh.toml"
@@ -91,28 +89,25 @@ def test_two_thousand_requests_and_twenty_joins_leave_nothing_behind(
         return {
             "threads": len(list((directory / "task").iterdir())),
             "files": len(list((directory / "fd").iterdir())),
-            "metrics": len(httpx.get(f"{service.url}/metrics").text.splitlines()),
+            "metrics": len(service.get("/metrics").text.splitlines()),
             "resident_mib": int((directory / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20,
         }
 
     listing.write_text("")
-    service.start(*SETTINGS, "--instances-file", str(listing), "--discovery-interval-s", "0.05")
-    try:
+    service.start(*SETTINGS, "--instances-file", str(listing), "--discovery-interval-s", "0.05", is_listed=False)
+    list_hosts(1)
+    send_requests(300)
+    list_hosts(1, 2)
+    list_hosts(1)
+    before = count()
+    for host in range(3, 23):
+        list_hosts(1, host)
+        send_requests(100)
         list_hosts(1)
-        send_requests(300)
-        list_hosts(1, 2)
-        list_hosts(1)
-        before = count()
-        for host in range(3, 23):
-            list_hosts(1, host)
-            send_requests(100)
-            list_hosts(1)
-        # Sockets of the last one that left, and of clients, are closed a moment later.
-        names = ("threads", "files", "metrics")
-        wait_until(lambda: all(count()[name] <= before[name] for name in names), f"counts as {before}")
-        assert count()["resident_mib"] - before["resident_mib"] <= 3
-    finally:
-        service.instances = kept
+    # Sockets of the last one that left, and of clients, are closed a moment later.
+    names = ("threads", "files", "metrics")
+    wait_until(lambda: all(count()[name] <= before[name] for name in names), f"counts as {before}")
+    assert count()["resident_mib"] - before["resident_mib"] <= 3
 
 
 def test_client_that_reads_nothing_is_cut_off_and_nobody_else_notices(service: Service, tokenizer: Tokenizer) -> None:
