@@ -150,15 +150,23 @@ class Channel:
     def read_into(self, target: memoryview) -> None:
         """The next bytes of a value.
 
+        The last few come by way of the buffer, together with what follows: the next reply's length costs no call of
+        its own then.
+
         Raises:
             ProtocolError: the server hung up.
             OSError: the connection broke, or the deadline passed.
         """
-        count = min(len(target), self._end - self._start)
-        target[:count] = self._buffer[self._start : self._start + count]
-        self._start += count
-        while count < len(target):
-            count += self._receive(target[count:])
+        while True:
+            count = min(len(target), self._end - self._start)
+            target[:count] = self._buffer[self._start : self._start + count]
+            self._start += count
+            target = target[count:]
+            while len(target) >= _BUFFER_BYTES:
+                target = target[self._receive(target) :]
+            if not target:
+                return
+            self._fill_buffer()
 
     def end_value(self) -> None:
         """The value was read whole.
@@ -191,7 +199,7 @@ class Channel:
         line = bytearray()
         while not line.endswith(b"\r\n"):
             if self._start == self._end:
-                self._start, self._end = 0, self._receive(self._buffer)
+                self._fill_buffer()
             found = bytes(self._buffer[self._start : self._end]).find(b"\n")
             end = self._end if found < 0 else self._start + found + 1
             line += self._buffer[self._start : end]
@@ -199,6 +207,10 @@ class Channel:
             if len(line) > _MAX_TEXT_BYTES:
                 raise ProtocolError("a line does not end")
         return bytes(line[:1]), bytes(line[1:-2])
+
+    def _fill_buffer(self) -> None:
+        """Receive into the buffer, which is empty."""
+        self._start, self._end = 0, self._receive(self._buffer)
 
     def _send(self, data: Part) -> None:
         if data:

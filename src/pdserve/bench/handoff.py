@@ -27,7 +27,7 @@ from pdserve.errors import ConfigError
 from pdserve.kv_layout import KVCacheSpec
 from pdserve.settings import load_settings, setting
 
-_WARM_UPS = 1
+_WARM_UPS = 2
 
 
 @dataclass(frozen=True)

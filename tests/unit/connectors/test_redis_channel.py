@@ -201,3 +201,16 @@ def test_a_server_that_takes_nothing(make_link) -> None:
     channel.queue(Command(b"SET", b"k", (memoryview(bytes(64 << 20)),)))
     with pytest.raises(TimeoutError):
         channel.flush()
+
+
+def test_a_values_end_comes_with_the_beginning_of_the_next(make_link, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [bytes([index]) * 40_000 for index in range(4)]
+    channel = make_link().expect(*(b"$40000\r\n" + value + b"\r\n" for value in values))
+    receive, sizes = channel._receive, []
+    monkeypatch.setattr(channel, "_receive", lambda target: sizes.append(len(target)) or receive(target))
+    for value in values:
+        target = bytearray(channel.read_value_length())
+        channel.read_into(memoryview(target))
+        channel.end_value()
+        assert target == value
+    assert len(sizes) <= 2 * len(values) + 1

@@ -22,6 +22,8 @@ from pdserve.kv_layout import KVCacheSpec, ModelIdentity
 from pdserve.protocol import Role
 
 _VOCABULARY = 32_000
+_REDIS_OVERHEAD = 1.3
+"""Its allocator rounds values up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ class TransferBench:
     def pair(self, connector: str) -> Iterator[tuple[Producer, BareEngine]]:
         """A prefill and a decode engine with the connector; in one process only where it cannot do more."""
         with contextlib.ExitStack() as stack:
-            options = stack.enter_context(surroundings(connector))
+            redis_bytes = int(_REDIS_OVERHEAD * self._target.rows.nbytes)
+            options = stack.enter_context(surroundings(connector, redis_bytes))
             engine_id = f"bench-{connector}-{self._run_id}"
             start = ProducerStart(
                 connector, options, f"{engine_id}-prefill", self._identity, self._num_blocks, self._poll_s

@@ -28,8 +28,12 @@ def find_hindrance(connector: str) -> str | None:
 
 
 @contextlib.contextmanager
-def surroundings(connector: str) -> Iterator[dict[str, Any]]:
+def surroundings(connector: str, redis_bytes: int) -> Iterator[dict[str, Any]]:
     """Options for both engines; what was started or made for them is gone afterwards.
+
+    Args:
+        connector: its name.
+        redis_bytes: memory of a Redis server, which evicts what is oldest beyond it.
 
     Raises:
         ConfigError: something does not start.
@@ -39,7 +43,7 @@ def surroundings(connector: str) -> Iterator[dict[str, Any]]:
             case "memory":
                 yield {"store": {}}
             case "redis":
-                yield {"url": stack.enter_context(_redis_server())}
+                yield {"url": stack.enter_context(_redis_server(redis_bytes))}
             case "shared_storage":
                 yield {"path": stack.enter_context(_directory())}
             case "lmcache":
@@ -60,8 +64,10 @@ def _directory() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _redis_server() -> Iterator[str]:
-    process = RedisProcess()
+def _redis_server(max_bytes: int) -> Iterator[str]:
+    """As one that has run for long: full, so that new values take the place of old ones."""
+    eviction = ("--maxmemory-policy", "volatile-ttl", "--maxmemory-samples", "64")
+    process = RedisProcess("--maxmemory", str(max_bytes), *eviction)
     try:
         process.start()
         yield process.url
