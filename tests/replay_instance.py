@@ -86,6 +86,7 @@ class ReplayOptions:
     handoff_ms: float = 0.0
     refuse: str = ""
     die_after_tokens: int | None = None
+    script: list[int] | None = None
     keep_kv: bool = True
     ready_file: Path | None = None
     stats_file: Path | None = None
@@ -208,7 +209,7 @@ class ReplayInstance:
             return self.hand_off(request) if now_s >= request.handoff_due_s else None
         message, sampling = request.message, request.message.sampling
         position = len(request.output_token_ids)
-        token_id = request.answer.token_at(position)
+        token_id = request.answer.token_at(position) if self.options.script is None else self.options.script[position]
         request.output_token_ids.append(token_id)
         request.num_new_tokens += 1
         self.num_tokens_made += 1
@@ -325,6 +326,7 @@ def parse_options() -> ReplayOptions:
     parser.add_argument(
         "--die-after-tokens", type=int, help="end hard once so many tokens were sent; 0 = with the first request"
     )
+    parser.add_argument("--script", type=json.loads, metavar="JSON", help="list of the token ids that all answers have")
     parser.add_argument("--lose-kv", dest="keep_kv", action="store_false", help="find nothing after a hand-off")
     parser.add_argument("--ready-file", type=Path)
     parser.add_argument("--stats-file", type=Path)

@@ -233,6 +233,8 @@ def _explain(error: msgspec.ValidationError, body: dict[str, Any]) -> RequestErr
     if not param and "required field `" in text:
         param = text.rpartition("required field `")[2].rstrip("`")
         return RequestError(f"{param} is required", param=param, code="missing_required_parameter")
+    if "matching regex" in text:
+        text = "keys are token ids in digits"
     code = "invalid_type" if ", got `" in text else "invalid_value"
     value = body.get(param or "")
     if code == "invalid_value" and isinstance(value, int | float | str):

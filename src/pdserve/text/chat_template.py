@@ -61,6 +61,7 @@ class ChatTemplate:
         }
         self.takes_tools = "tool_use" in sources or bool(_TOOLS_VARIABLE.search(sources.get("default", "")))
         self.source = "\n".join(sources.values())
+        self._knows_developer = "developer" in self.source
         self._special_tokens = self._read_special_tokens(tokenizer.config)
 
     def render(
@@ -92,6 +93,10 @@ class ChatTemplate:
                 f"chat_template_kwargs may not set {', '.join(sorted(taken))}", param="chat_template_kwargs"
             )
         prepared = [_prepare_message(message, index) for index, message in enumerate(messages)]
+        for message in prepared:
+            # OpenAI's later name of the same role, which most models have not been taught.
+            if message["role"] == "developer" and not self._knows_developer:
+                message["role"] = "system"
         if not prepared:
             raise RequestError("messages is empty; it needs at least one message", param="messages")
         ending = _append_ending(prepared[-1]) if continue_final_message else None

@@ -98,6 +98,13 @@ def test_continuing_the_last_message_equals_transformers(tmp_path: Path, name: s
         assert actual == expected, messages
 
 
+@pytest.mark.parametrize(("template", "role"), [(CHATML, "system"), (CHATML + "{# developer #}", "developer")])
+def test_developer_is_the_system_role_unless_the_template_knows_it(tmp_path: Path, template: str, role: str) -> None:
+    ours = chat(write_model(tmp_path, template))
+    expected = ours.render([{"role": role, "content": "Be brief."}])
+    assert ours.render([{"role": "developer", "content": "Be brief."}]) == expected
+
+
 def test_smollm2_equals_transformers(smollm2: Tokenizer, smollm2_directory: Path) -> None:
     ours, theirs = ChatTemplate(smollm2_directory, smollm2), AutoTokenizer.from_pretrained(smollm2_directory)
     source = random.Random(2)
