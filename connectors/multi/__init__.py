@@ -43,7 +43,7 @@ class MultiConnector:
         Raises:
             ConfigError: option ``children`` is wrong, or a child refuses its own.
         """
-        children = parse_children(context)
+        children = parse_children(context.options)
         halves = build_halves(context, children, lambda child, own: child.connector.build_scheduler(own))
         return MultiScheduler(context, children, halves)
 
@@ -57,7 +57,7 @@ class MultiConnector:
         # Imported here: the scheduler half may live in a process without torch.
         from pdserve.connectors.multi.worker import MultiWorker
 
-        children = parse_children(context)
+        children = parse_children(context.options)
         halves = build_halves(context, children, lambda child, own: child.connector.build_worker(own))
         layerwise = [half for child, half in zip(children, halves, strict=True) if child.connector.features.layerwise]
         return MultiWorker(halves, layerwise, [child.name for child in children])

@@ -41,16 +41,19 @@ class Child:
     is_first_of_its_kind: bool
 
 
-def parse_children(context: ConnectorContext) -> list[Child]:
+def parse_children(options: Mapping[str, Any]) -> list[Child]:
     """The children, in order of preference.
+
+    Args:
+        options: of the composition.
 
     Raises:
         ConfigError: the option is missing or ill-formed, a connector is unknown, or two children have one name.
     """
-    unknown = [name for name in context.options if name != "children"]
+    unknown = [name for name in options if name != "children"]
     if unknown:
         raise _error(f"option {unknown[0]!r} is unknown; known: children")
-    tables = _read_tables(context.options.get("children"))
+    tables = _read_tables(options.get("children"))
     names = [table.name or table.connector for table in tables]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pdserve.connectors.base import ConnectorContext, KVRequest
+from pdserve.connectors.base import CancelsSends, ConnectorContext, KVRequest
+from pdserve.connectors.testing.check import Need
 from pdserve.connectors.testing.harness import Blame, EngineHarness, WorkerWrapper
 from pdserve.connectors.testing.kv_content import TINY_SPEC, build_context
 from pdserve.connectors.testing.patience import Patience
@@ -134,6 +135,11 @@ class Bench:
             raise NotOfferedError("the target does not let checks at its stored blocks")
         return self.target.blocks
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether a producer's blocks are all that a consumer can get, once."""
+        return Need.DIRECT.is_met(self.target.features, composes=self.target.composes)
+
     # --- transfers ------------------------------------------------------------------------------------------
 
     def hand_over(
@@ -159,6 +165,13 @@ class Bench:
             keys = self.build_keys(producer, token_ids, salt=salt, adapter=adapter)
             self._require_stored(keys, name, rule_of_loss="R6" if chunk else "R10")
         return decision.kv_transfer_params
+
+    def cancel_send(self, producer: EngineHarness, request_id: str) -> None:
+        """Tell a producer that nobody will come for what it holds."""
+        scheduler = producer.scheduler
+        if not isinstance(scheduler, CancelsSends):
+            raise RuleViolationError("R18", "cancels_sends is declared, but the scheduler half has no cancel_send")
+        scheduler.cancel_send(request_id)
 
     def look_up(self, consumer: EngineHarness, request_id: str, num_local_tokens: int = 0) -> int:
         """Ask, and ask again where the connector wants it; tokens beyond the local ones."""
@@ -256,7 +269,7 @@ class Bench:
     ) -> int:
         """Until the load is reported; tokens of it that are good."""
         message = f"the load of {request_id} was never reported"
-        rule = self._blame.rule if self._blame else "R9"
+        rule = self._blame.rule if self._blame and not self.target.composes else "R9"
         self.run_until(lambda: request_id in consumer.received, message, rule, engines=engines)
         return consumer.received[request_id]
 

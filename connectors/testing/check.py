@@ -31,6 +31,7 @@ class Need(enum.Enum):
     LOAD = "load KV"
     STORE = "keep blocks in a store"
     DIRECT = "hold blocks for a consumer without being a store"
+    CANCEL = "give up blocks that it holds, when nobody will come for them"
     HEARS_OF_QUEUE = "hear of requests that wait for their turn"
     COMPOSE = "compose other connectors"
 
@@ -44,7 +45,9 @@ class Need(enum.Enum):
             case Need.STORE:
                 return features.is_store
             case Need.DIRECT:
-                return features.can_save and features.can_load and not features.is_store
+                return features.can_save and features.can_load and not features.is_store and not composes
+            case Need.CANCEL:
+                return features.cancels_sends
             case Need.HEARS_OF_QUEUE:
                 return features.hears_of_queue
             case Need.COMPOSE:

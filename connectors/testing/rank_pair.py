@@ -57,8 +57,10 @@ class RankPair:
             self._second.start_load_kv(self._held.pop(0))
             self._second.wait_for_save()
 
-    def require_exact(self, engine: EngineHarness, request_id: str, token_ids: Sequence[int], num_good: int) -> None:
-        """The second rank's memory holds what the first one's does.
+    def require_exact(
+        self, engine: EngineHarness, request_id: str, token_ids: Sequence[int], num_good: int, *, rule: str = "R12"
+    ) -> None:
+        """The second rank's memory holds what the first one's does; ``rule`` is broken if it does not.
 
         Raises:
             RuleViolationError: it does not.
@@ -68,7 +70,7 @@ class RankPair:
         for index, block_id in enumerate(engine.get_block_ids(request_id)):
             slots = slice(0, max(min(num_good - index * size, size), 0))
             if not torch.equal(first[block_id][..., slots, :], second[block_id][..., slots, :]):
-                raise RuleViolationError("R12", f"block {index} of {len(token_ids)} tokens differs between two ranks")
+                raise RuleViolationError(rule, f"block {index} of {len(token_ids)} tokens differs between two ranks")
 
     # --- the worker half ------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -54,13 +54,15 @@ class ConformanceTarget:
     Attributes:
         crosses_processes: engines in two processes can exchange KV.
         composes: the connector consists of others (rule R17 applies).
+        parts: the targets of those others, where each can be looked at and harmed alone.
         lease_option: the option that says how many seconds a producer holds blocks for a consumer; None = there
             is none, and the rules about leases are skipped.
         blocks: the store behind the connector; None = no check can damage it.
     """
 
-    crosses_processes: ClassVar[bool] = True
+    crosses_processes: bool = True
     composes: ClassVar[bool] = False
+    parts: Sequence[ConformanceTarget] = ()
     lease_option: ClassVar[str | None] = None
     blocks: StoredBlocks | None = None
 
@@ -106,6 +108,10 @@ class ConformanceTarget:
             NotOfferedError: it cannot do this kind.
         """
         raise NotOfferedError("the target has no link to damage")
+
+    def other_version(self) -> AbstractContextManager[object]:
+        """What producers save or say inside is of a version of the connector that this one is not."""
+        raise NotOfferedError("the target has no other version of the connector")
 
     def close(self) -> None:
         """End what was started; idempotent."""

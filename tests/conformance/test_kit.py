@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import socket
 import subprocess
@@ -16,12 +17,14 @@ import pytest
 from pdserve.cli import main
 from pdserve.connectors.testing.check import Check, Level, Need
 from pdserve.connectors.testing.checks import CHECKS, get_checks
+from pdserve.connectors.testing.faults.full_disk import full_disk
 from pdserve.connectors.testing.faults.link import Damage, FaultyLink
 from pdserve.connectors.testing.harness import EngineHarness
 from pdserve.connectors.testing.kv_content import build_context
+from pdserve.connectors.testing.patience import Patience
 from pdserve.connectors.testing.report import format_table, has_failed, judge_rules
 from pdserve.connectors.testing.rules import RULE_IDS, RULES
-from pdserve.connectors.testing.runner import CheckResult, Verdict
+from pdserve.connectors.testing.runner import CheckResult, Verdict, run_check
 from pdserve.connectors.testing.target import ConformanceTarget, open_target, read_options
 from pdserve.connectors.testing.violations import RuleViolationError
 from pdserve.errors import ConfigError
@@ -142,6 +145,37 @@ def test_the_harness_sees_who_writes_over_a_living_request(tmp_path: Path) -> No
     engine.memory.kv_cache[block_id] = 1.0
     with pytest.raises(RuleViolationError, match="R9: token 0 of a was written over by somebody"):
         engine.finish("a")
+
+
+# --- the full disk --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("may_mount", [True, False])
+def test_a_full_disk_takes_nothing_and_is_as_before_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_mount: bool
+) -> None:
+    if may_mount and os.getuid() != 0:
+        pytest.skip("mounting a small file system needs privileges")
+    if not may_mount:
+        monkeypatch.setattr("pdserve.connectors.testing.faults.full_disk._run", lambda *_: False)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "before").write_bytes(b"before")
+    with full_disk(tmp_path):
+        assert (tmp_path / "sub").is_dir()
+        assert (tmp_path / "before").exists() != may_mount
+        with pytest.raises(OSError, match=r"No space left|File too large"):
+            (tmp_path / "sub" / "new").write_bytes(b"new")
+    (tmp_path / "sub" / "after").write_bytes(b"after")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "sub"]
+    assert (tmp_path / "before").read_bytes() == b"before"
+
+
+def test_a_full_store_is_reported_where_nobody_may_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.connectors.testing.faults.full_disk._run", lambda *_: False)
+    (check,) = (check for check in CHECKS if check.id == "a_full_store_is_a_reported_failure")
+    target = open_target("shared_storage", tmp_path)
+    result = run_check(target, check, Patience())
+    assert (result.verdict, result.reason) == (Verdict.PASS, "")
 
 
 # --- the bad link ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def what_is_undeclared_is_not_there(bench: Bench) -> None:
     found = bench.fetch(consumer, prompt, params)
     if found and not features.can_load:
         raise UndeclaredAbilityError(f"{found} tokens were loaded, but can_load is not declared")
-    if bench.fetch(consumer, prompt, None) and not features.is_store:
+    if bench.fetch(consumer, prompt, None) and not features.is_store and not bench.target.composes:
         raise UndeclaredAbilityError("KV is found without parameters, but is_store is not declared")
 
 

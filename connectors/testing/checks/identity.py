@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from pdserve.connectors.testing.bench import Bench
-from pdserve.connectors.testing.check import TRANSFER, Need, check, collect_checks
+from pdserve.connectors.testing.check import TRANSFER, Level, Need, check, collect_checks
+from pdserve.connectors.testing.checks.recovery import require_recovery
 from pdserve.connectors.testing.harness import EngineHarness
 from pdserve.errors import ConfigError
 from pdserve.kv_layout import KVCacheSpec
@@ -16,15 +18,16 @@ from pdserve.protocol import KVTransferParams
 
 STORE = (*TRANSFER, Need.STORE)
 DIRECT = (*TRANSFER, Need.DIRECT)
+_NUM_KV_HEADS = 4
 
 
 @check("R13")
 def other_numbers_of_heads_are_exact_or_refused(bench: Bench) -> None:
-    """Producer and consumer of different tensor-parallel sizes hold other heads: no KV crosses unverified."""
-    for family, (producer_heads, consumer_heads) in enumerate(((2, 1), (1, 2), (2, 4))):
-        there = msgspec.structs.replace(bench.spec, num_kv_heads=producer_heads)
-        here = msgspec.structs.replace(bench.spec, num_kv_heads=consumer_heads)
-        difference = f"{producer_heads} KV heads there and {consumer_heads} here"
+    """Ranks of different tensor-parallel sizes hold other heads: no KV crosses, and a load that fails says why."""
+    for family, (size_there, size_here) in enumerate(itertools.permutations((1, 2, 4), 2)):
+        there = msgspec.structs.replace(bench.spec, num_kv_heads=_NUM_KV_HEADS // size_there)
+        here = msgspec.structs.replace(bench.spec, num_kv_heads=_NUM_KV_HEADS // size_here)
+        difference = f"tensor-parallel size {size_there} there and {size_here} here"
         _require_strangers(bench, there, here, family, difference)
 
 
@@ -56,6 +59,21 @@ def other_shapes_never_meet(bench: Bench) -> None:
     for family, change in enumerate(changes):
         other = msgspec.structs.replace(bench.spec, **change)
         _require_strangers(bench, bench.spec, other, family, f"another {next(iter(change))} here")
+
+
+@check("R14", level=Level.FAULTS)
+def other_versions_of_the_connector_are_exact_or_refused(bench: Bench) -> None:
+    """A producer of another version of the connector: its KV is exact or refused, and one's own version works on."""
+    producer, consumer = bench.build_producer(), bench.build_consumer()
+    prompt = bench.make_prompt(3 * bench.block_size + 1)
+    with bench.blaming():
+        with bench.target.other_version():
+            params = bench.hand_over(producer, prompt)
+            if bench.is_direct:
+                bench.fetch(consumer, prompt, params)
+        if not bench.is_direct:
+            bench.fetch(consumer, prompt, params)
+    require_recovery(bench, producer, consumer, "another version was met")
 
 
 @check("R14")
@@ -167,10 +185,13 @@ def _require_strangers(bench: Bench, there: KVCacheSpec, here: KVCacheSpec, fami
     try:
         producer = bench.build_producer(spec=there)
         consumer = bench.build_consumer(spec=here)
-    except ConfigError:
-        return  # refused at start, with the reason
+    except ConfigError as refusal:
+        bench.require(bool(refusal.message), f"refused at start without a reason: {difference}")
+        return
     prompt = bench.make_prompt(33, family)
     _require_nothing(bench, consumer, prompt, bench.hand_over(producer, prompt), difference)
+    has_reason = not consumer.received or bool(consumer.stats.failures)
+    bench.require(has_reason, f"a load failed, and no kind of failure was counted: {difference}", "R13")
     bench.stop(producer)
     bench.stop(consumer)
 

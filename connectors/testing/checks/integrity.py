@@ -31,20 +31,20 @@ _NUM_OFFSETS = 12
 
 @check("R21", needs=STORE, level=Level.FAULTS)
 def a_truncated_entry_is_a_miss(bench: Bench) -> None:
-    """Cut anywhere, an entry counts as absent and is replaced by the next save."""
-    _require_misses(bench, [("cut to {} bytes", lambda data, at: data[:at])])
+    """Cut anywhere, an entry counts as absent, unless its KV comes exact all the same; the next save replaces it."""
+    _require_no_harm(bench, [("cut to {} bytes", lambda data, at: data[:at])])
 
 
 @check("R21", needs=STORE, level=Level.FAULTS)
 def a_flipped_bit_is_a_miss(bench: Bench) -> None:
-    """One wrong bit anywhere, in the KV or in what stands around it, is found."""
-    _require_misses(bench, [("a bit flipped at byte {}", _flip)])
+    """One wrong bit anywhere, in the KV or in what stands around it, never reaches an engine."""
+    _require_no_harm(bench, [("a bit flipped at byte {}", _flip)])
 
 
 @check("R21", needs=STORE, level=Level.FAULTS)
 def a_torn_entry_is_a_miss(bench: Bench) -> None:
-    """An entry whose end is zeros, as after a crash of the machine, or that is too long, is found."""
-    _require_misses(
+    """An entry whose end is zeros, as after a crash of the machine, or that is too long, brings exact KV or none."""
+    _require_no_harm(
         bench,
         [
             ("zeros from byte {} on", lambda data, at: data[:at] + bytes(len(data) - at)),
@@ -55,7 +55,7 @@ def a_torn_entry_is_a_miss(bench: Bench) -> None:
 
 @check("R21", needs=STORE, level=Level.FAULTS)
 def another_blocks_entry_is_a_miss(bench: Bench) -> None:
-    """A whole, sound entry of another key, or of another model, in the place of one is found."""
+    """A whole, sound entry of another key, or of another model, in the place of one brings no KV."""
     producer, stranger = bench.build_producer(), bench.build_producer("stranger", weights="other")
     consumer = bench.build_consumer()
     prompt = bench.make_prompt(4 * bench.block_size + 1)
@@ -64,7 +64,7 @@ def another_blocks_entry_is_a_miss(bench: Bench) -> None:
         bench.hand_over(producer, prompt)
         other = bench.blocks.read(bench.build_keys(engine, prompt)[index])
         key = bench.build_keys(producer, prompt)[_BAD]
-        _require_miss(bench, consumer, prompt, key, other or b"", "another entry's content")
+        _load_damaged(bench, consumer, prompt, key, other or b"", "another entry's content")
 
 
 @check("R21", needs=STORE)
@@ -157,7 +157,7 @@ def made_up_parameters_bring_no_foreign_kv(bench: Bench) -> None:
     bench.require(found == len(prompt), f"{found} of {len(prompt)} tokens arrive after forged parameters")
 
 
-def _require_misses(bench: Bench, damages: list[tuple[str, Callable[[bytes, int], bytes]]]) -> None:
+def _require_no_harm(bench: Bench, damages: list[tuple[str, Callable[[bytes, int], bytes]]]) -> None:
     producer, consumer = bench.build_producer(), bench.build_consumer()
     prompt = bench.make_prompt(4 * bench.block_size + 1)
     key = bench.build_keys(producer, prompt)[_BAD]
@@ -167,23 +167,29 @@ def _require_misses(bench: Bench, damages: list[tuple[str, Callable[[bytes, int]
     for words, damage in damages:
         for offset in offsets:
             entry = bench.blocks.read(key) or b""
-            _require_miss(bench, consumer, prompt, key, damage(entry, offset), words.format(offset))
+            _load_damaged(bench, consumer, prompt, key, damage(entry, offset), words.format(offset))
             bench.hand_over(producer, prompt)
             with bench.blaming():
                 found = bench.fetch(consumer, prompt, None)
             bench.require(found == len(prompt), "a damaged entry was not replaced by the next save")
 
 
-def _require_miss(
+def _load_damaged(
     bench: Bench, consumer: EngineHarness, prompt: list[int], key: BlockKey, data: bytes, words: str
 ) -> None:
-    """Damage one entry between lookup and load."""
+    """Damage one entry between lookup and load.
+
+    The harness compares every token that is said to be good with the model's. That a store did not see the damage, or
+    has mended it from a tier of its own, is its good right.
+    """
     request_id, promised = bench.start_load(consumer, prompt, None)
     bench.blocks.write(key, data)
-    with bench.blaming():
-        good = bench.wait_for_load(consumer, request_id) if promised else 0
-    limit = _BAD * bench.block_size
-    bench.require(good <= limit, f"an entry with {words} passed: {good} tokens are said to be good, {limit} are")
+    try:
+        with bench.blaming():
+            if promised:
+                bench.wait_for_load(consumer, request_id)
+    except RuleViolationError as violation:
+        raise RuleViolationError(violation.rule, f"an entry with {words} passed: {violation.message}") from violation
     consumer.finish(request_id)
 
 

@@ -72,6 +72,23 @@ def a_cancelled_request_frees_its_blocks(bench: Bench) -> None:
         bench.run_until(lambda: not producer.owed_sends, "a cancelled request's blocks stay held", "R18")
 
 
+@check("R18", needs=(*DIRECT, Need.CANCEL))
+def a_cancelled_send_frees_its_blocks(bench: Bench) -> None:
+    """The producer itself is told that nobody will come: it gives the blocks up at once, and only those."""
+    producer, consumer = _build_producer(bench, _LONG_LEASE_S), bench.build_consumer()
+    prompts = [bench.make_prompt(2 * bench.block_size + 1, family) for family in range(2)]
+    names = [bench.make_name(), bench.make_name()]
+    offers = [bench.hand_over(producer, prompt, name=name) for prompt, name in zip(prompts, names, strict=True)]
+    bench.step_all()
+    bench.cancel_send(producer, "never-seen")
+    bench.cancel_send(producer, names[0])
+    bench.run_until(lambda: names[0] in producer.sent, "a send that was cancelled stays held", "R18")
+    bench.require(names[1] in producer.held_request_ids, "a hold was given up that nobody cancelled")
+    with bench.blaming(covers_garbage=True):
+        found = [bench.fetch(consumer, prompt, params) for prompt, params in zip(prompts, offers, strict=True)]
+    bench.require(found == [0, len(prompts[1])], f"{found} tokens arrived of a cancelled send and of one that was not")
+
+
 @check("R18", needs=DIRECT)
 def a_full_local_hit_frees_the_producer(bench: Bench) -> None:
     """A consumer that has everything itself loads nothing, and the producer hears of that."""

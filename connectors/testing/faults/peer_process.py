@@ -69,9 +69,10 @@ class PeerProcess:
         bench: whose model and target it shares.
         name: engines of one name are incarnations of one process.
         num_blocks: size of its pool.
+        prefix: what the process's command is put behind, so that it runs elsewhere; the process id stays.
     """
 
-    def __init__(self, bench: Bench, name: str, *, num_blocks: int = 64) -> None:
+    def __init__(self, bench: Bench, name: str, *, num_blocks: int = 64, prefix: Sequence[str] = ()) -> None:
         if not bench.target.crosses_processes:
             raise NotOfferedError("the connector moves KV within one process only")
         context = bench.build_context(Role.PREFILL, name)
@@ -83,16 +84,21 @@ class PeerProcess:
             dict(context.options),
             num_blocks,
         )
+        self._prefix = prefix
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.connectors.testing.faults.peer_main"],
+            [*self._prefix, sys.executable, "-m", "pdserve.connectors.testing.faults.peer_main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self._send(self._start)
-        self._receive()
+        try:
+            self._send(self._start)
+            self._receive()
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

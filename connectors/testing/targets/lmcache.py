@@ -1,26 +1,24 @@
-"""LMCache over files: a directory of the run's own, and a small file system for the disk that is full."""
+"""LMCache over files: a directory of the run's own."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from pdserve.connectors.base import KVConnector
 from pdserve.connectors.lmcache.retrieval import Retrieval
+from pdserve.connectors.testing.faults.full_disk import full_disk
+from pdserve.connectors.testing.faults.other_version import other_block_format
 from pdserve.connectors.testing.target import ConformanceTarget
-from pdserve.connectors.testing.violations import NotOfferedError
 from pdserve.kv_layout import BlockKey
 
-_SMALL_DISK = "size=64m,nr_inodes=100k"
 _SMALL_MEMORY_BYTES = 320 << 10
-_MOUNT_TIMEOUT_S = 10.0
 _FORMAT_ENDING = "@uint8.data"
 
 
@@ -39,10 +37,7 @@ class StoredFiles:
 
     def write(self, key: BlockKey, data: bytes) -> None:
         """Overwrite the file, which is there."""
-        path = self._get(key)
-        if len(data) > path.stat().st_size:
-            raise NotOfferedError("LMCache reads as much as a value has, so what lies behind it is no part of it")
-        path.write_bytes(data)
+        self._get(key).write_bytes(data)
 
     def delete(self, key: BlockKey) -> None:
         """Remove the file."""
@@ -83,22 +78,13 @@ class Target(ConformanceTarget):
         finally:
             away.rename(self._root)
 
-    @contextlib.contextmanager
-    def full_medium(self) -> Iterator[None]:
-        """A file system that somebody else has filled lies over the directory."""
-        names = [path.name for path in self._root.iterdir() if path.is_dir()]
-        mount = ["mount", "-t", "tmpfs", "-o", _SMALL_DISK, "tmpfs", str(self._root)]
-        if os.getuid() != 0 or _run(mount):
-            raise NotOfferedError("mounting a small file system needs privileges")
-        try:
-            for name in names:
-                (self._root / name).mkdir()
-            with (self._root / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
-                while filler.write(bytes(1 << 20)):
-                    pass
-            yield
-        finally:
-            _run(["umount", "--lazy", str(self._root)])
+    def full_medium(self) -> AbstractContextManager[None]:
+        """Somebody else has filled the disk."""
+        return full_disk(self._root)
+
+    def other_version(self) -> AbstractContextManager[object]:
+        """Blocks are sealed in another format."""
+        return other_block_format()
 
     @contextlib.contextmanager
     def held_loads(self) -> Iterator[None]:
@@ -115,7 +101,3 @@ class Target(ConformanceTarget):
                 yield
             finally:
                 gate.set()
-
-
-def _run(command: Sequence[str]) -> int:
-    return subprocess.run(command, check=False, capture_output=True, timeout=_MOUNT_TIMEOUT_S).returncode

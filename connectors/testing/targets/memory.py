@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pdserve.connectors.base import KVConnector
+from pdserve.connectors.testing.faults.other_version import other_block_format
 from pdserve.connectors.testing.target import ConformanceTarget
 from pdserve.kv_layout import BlockKey
 
@@ -33,9 +35,13 @@ class StoredValues:
 class Target(ConformanceTarget):
     """The dictionary; option ``store`` is set here."""
 
-    crosses_processes: ClassVar[bool] = False
+    crosses_processes = False
 
     def __init__(self, connector: type[KVConnector], options: Mapping[str, Any], directory: Path) -> None:
         store: dict[bytes, bytes] = {}
         super().__init__(connector, {"store": store, **options}, directory)
         self.blocks = StoredValues(self.options["store"])
+
+    def other_version(self) -> AbstractContextManager[object]:
+        """Blocks are sealed in another format."""
+        return other_block_format()

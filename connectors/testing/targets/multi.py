@@ -1,4 +1,4 @@
-"""A composition of two stores of files, with directories of the run's own: both must be told, heard and survived."""
+"""A composition: two stores of files, unless option ``children`` names others; each part has a target of its own."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pdserve.connectors.base import ConnectorFeatures, KVConnector
-from pdserve.connectors.shared_storage import SharedStorageConnector
-from pdserve.connectors.testing.target import ConformanceTarget, StoredBlocks
-from pdserve.connectors.testing.targets import shared_storage
-from pdserve.connectors.testing.violations import NotOfferedError
+from pdserve.connectors.multi.children import Child, compose_features, parse_children
+from pdserve.connectors.testing.faults.link import Damage
+from pdserve.connectors.testing.target import ConformanceTarget, StoredBlocks, open_target
 from pdserve.kv_layout import BlockKey
+from pdserve.protocol import Role
+
+_TWO_STORES = [{"connector": "shared_storage", "name": name} for name in ("first", "second")]
 
 
-class StoredTwice:
-    """Both stores as a vandal sees them. A block is one entry to him: damaged in one store, lost in the other."""
+class StoredSeveralTimes:
+    """All stores as one vandal sees them. A block is one entry to him: damaged in one store, lost in the others."""
 
     def __init__(self, stores: Sequence[StoredBlocks]) -> None:
         self._stores = stores
@@ -27,7 +29,7 @@ class StoredTwice:
         return next((data for store in self._stores if (data := store.read(key)) is not None), None)
 
     def write(self, key: BlockKey, data: bytes) -> None:
-        """Replace the first entry that there is, and remove the other."""
+        """Replace the first entry that there is, and remove the others."""
         for index, store in enumerate(self._find(key)):
             if index == 0:
                 store.write(key, data)
@@ -44,54 +46,75 @@ class StoredTwice:
 
 
 class Target(ConformanceTarget):
-    """Option ``children`` is set here, unless it is given: then nothing can be damaged or cut off."""
+    """The parts, and what can be done to all of them."""
 
     composes: ClassVar[bool] = True
 
     def __init__(self, connector: type[KVConnector], options: Mapping[str, Any], directory: Path) -> None:
-        self._parts: list[shared_storage.Target] = []
-        if "children" not in options:
-            for name in ("first", "second"):
-                (directory / name).mkdir()
-                self._parts.append(shared_storage.Target(SharedStorageConnector, {}, directory / name))
-            children = [
-                {"connector": "shared_storage", "name": part.directory.name, "options": dict(part.options)}
-                for part in self._parts
-            ]
-            options = {"children": children, **options}
-            self.blocks = StoredTwice([part.blocks for part in self._parts if part.blocks is not None])
         super().__init__(connector, options, directory)
+        self._children = parse_children({"children": _TWO_STORES, **self.options})
+        self.parts = [self._open_part(child) for child in self._children]
+        self.crosses_processes = all(part.crosses_processes for part in self.parts)
+        stores = [part.blocks for part in self.parts if part.blocks is not None]
+        if len(stores) == len(self.parts):
+            self.blocks = StoredSeveralTimes(stores)
 
     @property
     def features(self) -> ConnectorFeatures:
-        """Both children are stores, so the composition is one."""
-        return ConnectorFeatures(can_save=True, can_load=True, is_store=bool(self._parts))
+        """Those of the children, put together."""
+        return compose_features(self._children)
+
+    def build_options(self, engine_name: str, role: Role) -> dict[str, Any]:
+        """Each child's own for this engine."""
+        tables = [
+            {"connector": child.connector_name, "name": child.name, "options": part.build_options(engine_name, role)}
+            for child, part in zip(self._children, self.parts, strict=True)
+        ]
+        return {"children": tables}
 
     def is_saved(self, key: BlockKey) -> bool:
         """Each store writes in its own time."""
-        return all(part.is_saved(key) for part in self._parts)
+        return all(part.is_saved(key) for part in self.parts)
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[None]:
-        """Both directories are gone, and back as they were afterwards."""
+        """Nothing of any part can be reached."""
         with contextlib.ExitStack() as stack:
-            for part in self._get_own():
+            for part in self.parts:
                 stack.enter_context(part.outage())
             yield
 
     @contextlib.contextmanager
     def full_medium(self) -> Iterator[None]:
-        """Both directories are full."""
+        """Every store is full."""
         with contextlib.ExitStack() as stack:
-            for part in self._get_own():
+            for part in self.parts:
                 stack.enter_context(part.full_medium())
             yield
 
-    def held_loads(self) -> AbstractContextManager[None]:
-        """Files that are there are not read before the end."""
-        return self._get_own()[0].held_loads()
+    @contextlib.contextmanager
+    def other_version(self) -> Iterator[None]:
+        """Of every part."""
+        with contextlib.ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.other_version())
+            yield
 
-    def _get_own(self) -> list[shared_storage.Target]:
-        if not self._parts:
-            raise NotOfferedError("the children that option children names are not ours to break")
-        return self._parts
+    def held_loads(self) -> AbstractContextManager[None]:
+        """Those of the preferred part."""
+        return self.parts[0].held_loads()
+
+    def bad_link(self, damage: Damage) -> AbstractContextManager[None]:
+        """The preferred part's."""
+        return self.parts[0].bad_link(damage)
+
+    def close(self) -> None:
+        """End what the parts started."""
+        with contextlib.ExitStack() as stack:
+            for part in self.parts:
+                stack.callback(part.close)
+
+    def _open_part(self, child: Child) -> ConformanceTarget:
+        directory = self.directory / child.name
+        directory.mkdir()
+        return open_target(child.connector_name, directory, options=child.options)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
 from pdserve.connectors.base import KVConnector
+from pdserve.connectors.nixl import wire
 from pdserve.connectors.nixl.loads import ActiveLoad
 from pdserve.connectors.nixl.reads import ReadQueue
 from pdserve.connectors.nixl.side_channel import ProducerSocket
@@ -53,6 +55,10 @@ class Target(ConformanceTarget):
 
         with mock.patch.object(ReadQueue, "advance", advance):
             yield
+
+    def other_version(self) -> AbstractContextManager[object]:
+        """Producers expect the next version of the greeting."""
+        return mock.patch.object(wire, "WIRE_VERSION", wire.WIRE_VERSION + 1)
 
     @contextlib.contextmanager
     def bad_link(self, damage: Damage) -> Iterator[None]:

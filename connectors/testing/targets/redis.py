@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from pdserve.connectors.blocks.messages import BlockTransfer
 from pdserve.connectors.redis.channel import Channel
 from pdserve.connectors.redis.redis_store import RedisStore
 from pdserve.connectors.testing.faults.link import Damage, FaultyLink
+from pdserve.connectors.testing.faults.other_version import other_block_format
 from pdserve.connectors.testing.target import ConformanceTarget
 from pdserve.connectors.testing.targets.redis_process import RedisProcess
 from pdserve.connectors.testing.violations import NotOfferedError
@@ -96,6 +98,10 @@ class Target(ConformanceTarget):
             yield
         finally:
             self._client.config_set("maxmemory", 0)
+
+    def other_version(self) -> AbstractContextManager[object]:
+        """Blocks are sealed in another format."""
+        return other_block_format()
 
     @contextlib.contextmanager
     def held_loads(self) -> Iterator[None]:

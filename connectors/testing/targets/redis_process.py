@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _START_TIMEOUT_S = 20.0
@@ -26,13 +26,15 @@ class RedisProcess:
     Args:
         arguments: more for the command line.
         port: of TCP; 0 = none.
+        prefix: what the command is put behind, so that the server runs elsewhere; the process id stays.
     """
 
-    def __init__(self, *arguments: str, port: int = 0) -> None:
+    def __init__(self, *arguments: str, port: int = 0, prefix: Sequence[str] = ()) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="pdserve-redis-"))
         self.port = port
         self.unix_path = self.directory / "s"
         self._command = [
+            *prefix,
             *("redis-server", "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
             *("--dir", str(self.directory), "--port", str(port), "--unixsocket", str(self.unix_path)),
             *arguments,

@@ -1,12 +1,11 @@
-"""Shared storage: a directory of the run's own, and a small file system for the disk that is full."""
+"""Shared storage: a directory of the run's own."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,12 +14,11 @@ from pdserve.connectors.base import KVConnector
 from pdserve.connectors.blocks.failures import Failure
 from pdserve.connectors.blocks.messages import BlockTransfer
 from pdserve.connectors.shared_storage.file_store import FileStore
+from pdserve.connectors.testing.faults.full_disk import full_disk
+from pdserve.connectors.testing.faults.other_version import other_block_format
 from pdserve.connectors.testing.target import ConformanceTarget
-from pdserve.connectors.testing.violations import NotOfferedError
 from pdserve.kv_layout import BlockKey
 
-_SMALL_DISK = "size=64m,nr_inodes=100k"
-_MOUNT_TIMEOUT_S = 10.0
 _HOLD_TIMEOUT_S = 5.0
 
 
@@ -65,19 +63,13 @@ class Target(ConformanceTarget):
         yield
         away.rename(self._root)
 
-    @contextlib.contextmanager
-    def full_medium(self) -> Iterator[None]:
-        """A file system that somebody else has filled lies over the directory."""
-        mount = ["mount", "-t", "tmpfs", "-o", _SMALL_DISK, "tmpfs", str(self._root)]
-        if os.getuid() != 0 or _run(mount):
-            raise NotOfferedError("mounting a small file system needs privileges")
-        try:
-            with (self._root / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
-                while filler.write(bytes(1 << 20)):
-                    pass
-            yield
-        finally:
-            _run(["umount", "--lazy", str(self._root)])
+    def full_medium(self) -> AbstractContextManager[None]:
+        """Somebody else has filled the disk."""
+        return full_disk(self._root)
+
+    def other_version(self) -> AbstractContextManager[object]:
+        """Blocks are sealed in another format."""
+        return other_block_format()
 
     @contextlib.contextmanager
     def held_loads(self) -> Iterator[None]:
@@ -98,7 +90,3 @@ class Target(ConformanceTarget):
                 yield
             finally:
                 gate.set()
-
-
-def _run(command: list[str]) -> int:
-    return subprocess.run(command, check=False, capture_output=True, timeout=_MOUNT_TIMEOUT_S).returncode

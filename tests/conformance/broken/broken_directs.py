@@ -85,6 +85,13 @@ class BelievesTheParameters(DirectScheduler):
             self.pulls.append(msgspec.structs.replace(pull, digests=digests or pull.digests))
 
 
+class RefusesWithoutAWord(DirectScheduler):
+    """Promises every offered transfer, whoever made it, and fails without a reason."""
+
+    def count_matching_tokens(self, request: KVRequest, params: KVTransferParams, start: int) -> int:
+        return sum(key.num_tokens for key in request.block_keys[start:])
+
+
 class RequestIdsAsTransferIds(DirectScheduler):
     def make_transfer_id(self, request: KVRequest, number: int) -> str:
         return request.request_id
@@ -141,6 +148,22 @@ class CancelsOnlyWhatWasAsked(DirectScheduler):
     ) -> FinishDecision:
         self.settled.add(request.request_id)
         return super().request_finished(request, block_ids, num_computed_tokens, handoff=handoff)
+
+
+class IgnoresCancelledSends(DirectScheduler):
+    """Goes on waiting for a consumer that will not come."""
+
+    def cancel_send(self, request_id: str) -> None:
+        pass
+
+
+class CancelsEverySend(DirectScheduler):
+    """Gives up all that it holds when one of them is cancelled."""
+
+    def cancel_send(self, request_id: str) -> None:
+        holds = ENDPOINTS[self.context.engine_id].holds
+        if any(hold.request_id == request_id for hold in holds.values()):
+            self.cancelled += [hold.request_id for hold in holds.values()]
 
 
 def get_name(engine_id: str) -> str:
@@ -226,6 +249,7 @@ breaks("R8", AsksTwiceForOneTransfer)
 breaks("R10", HoldsNothing)
 breaks("R10", worker=SentBeforeFetched)
 breaks("R10", worker=HearsNoNotification)
+breaks("R13", RefusesWithoutAWord)
 breaks("R14", BelievesTheParameters)
 breaks("R16", RequestIdsAsTransferIds)
 breaks("R16", worker=TakesSpentTransfers)
@@ -235,6 +259,8 @@ breaks("R18", worker=WallClockLease)
 breaks("R18", worker=ReadsAfterExpiry)
 breaks("R18", IgnoresCancels)
 breaks("R18", CancelsOnlyWhatWasAsked)
+breaks("R18", IgnoresCancelledSends)
+breaks("R18", CancelsEverySend)
 breaks("R19", AddressesByName, TrustingAnswersForItsName)
 breaks("R19", worker=WaitsForTheDead)
 breaks("R19", worker=RaisesWhenThePeerIsGone)

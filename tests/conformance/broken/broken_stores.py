@@ -415,6 +415,16 @@ for forgotten in ("weights", "dtype", "block_size", "shape", "salt", "adapter"):
     forgets(forgotten, "R14")
 forgets("heads", "R13")
 
+
+class TakesAnyVersion(StoreWorker):
+    """Reads what another version of it has written as if it were its own."""
+
+    def unseal(self, block: Block, entry: bytes) -> bytes | None:
+        return super().unseal(block, entry[:2] + b"\0" + entry[3:])
+
+
+breaks("R14", worker=TakesAnyVersion)
+
 # --- R15: only the prompt travels -----------------------------------------------------------------------------
 
 

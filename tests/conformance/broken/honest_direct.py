@@ -60,6 +60,7 @@ class Metadata(msgspec.Struct, frozen=True):
     holds: list[Hold] = []
     pulls: list[Pull] = []
     releases: list[tuple[str, str]] = []
+    cancelled: list[str] = []
 
 
 class DirectScheduler:
@@ -70,6 +71,7 @@ class DirectScheduler:
         self.holds: list[Hold] = []
         self.pulls: list[Pull] = []
         self.releases: list[tuple[str, str]] = []
+        self.cancelled: list[str] = []
         self.settled: set[str] = set()
 
     # --- consumer -------------------------------------------------------------------------------------------
@@ -165,13 +167,16 @@ class DirectScheduler:
     def make_transfer_id(self, request: KVRequest, number: int) -> str:
         return f"{self.context.engine_id}:{request.request_id}:{number}"
 
+    def cancel_send(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
     def hold(self, hold: Hold) -> None:
         ENDPOINTS[self.context.engine_id].holds[hold.transfer_id] = hold  # found by lookups from now on
         self.holds.append(hold)
 
     def build_connector_metadata(self, plan: StepPlan) -> Any:
-        metadata = Metadata(self.holds, self.pulls, self.releases)
-        self.holds, self.pulls, self.releases = [], [], []
+        metadata = Metadata(self.holds, self.pulls, self.releases, self.cancelled)
+        self.holds, self.pulls, self.releases, self.cancelled = [], [], [], []
         return metadata
 
     def update_from_output(self, output: ConnectorOutput) -> None:
@@ -238,6 +243,9 @@ class DirectWorker:
             self.pulls.setdefault(pull.request_id, (pull, 0))
         for address, transfer_id in metadata.releases:
             self.end_at_producer(address, transfer_id)
+        for hold in list(self.endpoint.holds.values()):
+            if hold.request_id in metadata.cancelled:
+                self.endpoint.end(hold.transfer_id)
 
     def end_at_producer(self, address: str, transfer_id: str) -> None:
         endpoint = ENDPOINTS.get(address)
@@ -318,7 +326,7 @@ class DirectWorker:
 
 
 class HonestDirect:
-    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True)
+    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True, cancels_sends=True)
     scheduler_type: ClassVar[type[DirectScheduler]] = DirectScheduler
     worker_type: ClassVar[type[DirectWorker]] = DirectWorker
 

@@ -31,7 +31,6 @@ from pdserve.protocol import KVTransferParams
 
 HEADER = struct.Struct("<I16s32s")
 BLOCKS_IN_PART = 8
-WRITES_A_STEP = 4
 
 
 @dataclass
@@ -172,6 +171,8 @@ class Load:
 
 
 class StoreWorker:
+    writes_a_step: ClassVar[int] = 4
+
     def __init__(self, context: ConnectorContext, medium: Medium) -> None:
         self.context = context
         self.spec = context.spec
@@ -239,7 +240,7 @@ class StoreWorker:
         self.known.difference_update(request_ids)
 
     def work(self) -> None:
-        now, self.writes = self.writes[:WRITES_A_STEP], self.writes[WRITES_A_STEP:]
+        now, self.writes = self.writes[: self.writes_a_step], self.writes[self.writes_a_step :]
         for _, block, payload in now:
             self.write_entry(block, payload)
         for load in self.loads.values():

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from broken_compositions import Composition
 from honest_direct import Endpoint, Pull
-from honest_store import MEDIA, Medium
+from honest_store import MEDIA, Block, HonestStore, Medium, StoreWorker
 
 from pdserve.connectors.base import KVConnector
+from pdserve.connectors.multi.children import Child
 from pdserve.connectors.testing import ConformanceTarget, NotOfferedError
 from pdserve.connectors.testing.faults.link import Damage
+from pdserve.connectors.testing.targets import multi
 from pdserve.kv_layout import BlockKey
 
 
@@ -47,6 +50,17 @@ class StoreTarget(ConformanceTarget):
         finally:
             self._medium.is_held = False
 
+    @contextlib.contextmanager
+    def other_version(self) -> Iterator[None]:
+        """Payloads are the other way round, and a bit of the header says so."""
+
+        def write_entry(worker: StoreWorker, block: Block, payload: bytes) -> None:
+            entry = worker.seal(block, payload[::-1])
+            worker.medium.entries.setdefault(block.name, entry[:2] + b"\1" + entry[3:])
+
+        with mock.patch.object(StoreWorker, "write_entry", write_entry):
+            yield
+
     def close(self) -> None:
         MEDIA.pop(str(self.directory), None)
 
@@ -67,3 +81,15 @@ class DirectTarget(ConformanceTarget):
 
         with mock.patch.object(Endpoint, "read", read_damaged):
             yield
+
+
+class CompositionTarget(multi.Target):
+    """A composition of honest connectors, each with its own medium."""
+
+    def __init__(self, connector: type[Composition], options: Mapping[str, Any], directory: Path) -> None:
+        children = [{"connector": kind, "name": f"child-{index}"} for index, kind in enumerate(connector.kinds)]
+        super().__init__(connector, {"children": children, **options}, directory)
+
+    def _open_part(self, child: Child) -> ConformanceTarget:
+        target = StoreTarget if issubclass(child.connector, HonestStore) else DirectTarget
+        return target(child.connector, child.options, self.directory / child.name)

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import broken_compositions
 import broken_directs
 import broken_stores
 import layerwise_stores
@@ -19,7 +20,7 @@ from honest_store import HonestStore
 from layerwise_stores import LayerwiseStore
 from origins import remember_origins
 from queue_directs import HonestQueue
-from targets import DirectTarget, StoreTarget
+from targets import CompositionTarget, DirectTarget, StoreTarget
 
 from pdserve.connectors.base import KVConnector
 from pdserve.connectors.testing.check import Check, Level
@@ -36,6 +37,7 @@ BROKEN: list[tuple[type[KVConnector], str]] = [
     *layerwise_stores.BROKEN,
     *broken_directs.BROKEN,
     *queue_directs.BROKEN,
+    *broken_compositions.BROKEN,
 ]
 
 
@@ -52,6 +54,8 @@ TWO_ENGINES = [check for check in get_checks() if check.id == "two_engines_answe
 
 
 def build_target(connector: type[KVConnector], directory: Path) -> ConformanceTarget:
+    if issubclass(connector, broken_compositions.Composition):
+        return CompositionTarget(connector, {}, directory)
     target = (StoreTarget if issubclass(connector, HonestStore) else DirectTarget)(connector, {}, directory)
     if issubclass(getattr(connector, "scheduler_type", object), broken_stores.OwnIdentity):
         target.blocks = None  # its entries have names of its own
@@ -69,7 +73,7 @@ def get_failures(verdicts: list[RuleVerdict]) -> dict[str, tuple[str, ...]]:
     return {v.rule.id: v.reasons for v in verdicts if v.verdict is Verdict.FAIL}
 
 
-@pytest.mark.parametrize("connector", [HonestStore, HonestDirect])
+@pytest.mark.parametrize("connector", [HonestStore, HonestDirect, *broken_compositions.HONEST])
 def test_an_honest_connector_passes_in_any_order_and_between_engines(
     connector: type[KVConnector], tmp_path: Path
 ) -> None:
@@ -78,7 +82,9 @@ def test_an_honest_connector_passes_in_any_order_and_between_engines(
     assert tested == {"R2": Verdict.PASS, "R9": Verdict.PASS}
 
 
-@pytest.mark.parametrize("connector", [HonestStore, LayerwiseStore, HonestDirect, HonestQueue])
+@pytest.mark.parametrize(
+    "connector", [HonestStore, LayerwiseStore, HonestDirect, HonestQueue, *broken_compositions.HONEST]
+)
 def test_an_honest_connector_passes(connector: type[KVConnector], tmp_path: Path) -> None:
     verdicts = judge(connector, tmp_path)
     assert get_failures(verdicts) == {}

@@ -469,7 +469,7 @@ def test_layers_are_wanted_only_in_steps_in_which_a_child_wants_them(make_engine
     ],
 )
 def test_features_are_the_intersection_and_what_is_passed_on(names: list[str], features: dict[str, bool]) -> None:
-    children = parse_children(build_context(Role.PREFILL, {"children": [{"connector": name} for name in names]}))
+    children = parse_children({"children": [{"connector": name} for name in names]})
     assert compose_features(children) == ConnectorFeatures(**{"can_save": True, "can_load": True, **features})
 
 
