@@ -1,18 +1,24 @@
 """What this router believes each instance has in its prefix cache, by block identity.
 
-Exactly, where an instance sends cache events; approximately otherwise, by the prompts that were sent there: bounded
-by the instance's own number of blocks, though it may have evicted any of them, and other routers may have sent it
-more. It decides who computes a prompt, never what comes out.
+Exactly, where an instance sends cache events, and besides what is on its way there: prompts that were sent a moment
+ago, so that a burst with one prefix stays together. Approximately otherwise, by the prompts that were sent there:
+bounded by the instance's own number of blocks, though it may have evicted any of them, and other routers may have sent
+it more. It decides who computes a prompt, never what comes out.
 """
 
 from __future__ import annotations
 
 import enum
+import math
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pdserve.kv_layout import BlockHasher, ModelIdentity
 from pdserve.protocol import CacheEvents
+
+UNCONFIRMED_S = 10.0
+"""So long a prompt may take until an instance that tells what it has tells of its blocks."""
 
 
 class PrefixMode(enum.StrEnum):
@@ -23,23 +29,29 @@ class PrefixMode(enum.StrEnum):
 
 
 class PrefixMemory:
-    """Digests of full blocks by instance. Lives on the event loop."""
+    """Digests of full blocks by instance. Lives on the event loop.
 
-    def __init__(self) -> None:
-        self._sent: dict[str, OrderedDict[bytes, None]] = {}
-        """Of instances that tell nothing: least recently sent first."""
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sent: dict[str, OrderedDict[bytes, float]] = {}
+        """What was sent and not told of, with the time: least recently sent first."""
         self._told: dict[str, set[bytes]] = {}
 
     def note(self, address: str, digests: Sequence[bytes], max_blocks: int) -> None:
         """A prompt goes to the instance at ``address``, which has room for ``max_blocks``."""
-        if address in self._told:
-            return
-        known = self._sent.setdefault(address, OrderedDict())
+        sent = self._sent.setdefault(address, OrderedDict())
+        told = self._told.get(address, ())
+        now_s = self._clock()
         for digest in digests:
-            known[digest] = None
-            known.move_to_end(digest)
-        while len(known) > max_blocks:
-            known.popitem(last=False)
+            if digest not in told:
+                sent[digest] = now_s
+                sent.move_to_end(digest)
+        while len(sent) > max_blocks:
+            sent.popitem(last=False)
 
     def apply(self, address: str, events: CacheEvents) -> None:
         """The instance says what came and went."""
@@ -49,6 +61,9 @@ class PrefixMemory:
         known = self._told[address]
         known.update(events.stored)
         known.difference_update(events.evicted)
+        sent = self._sent.get(address, OrderedDict())
+        for digest in (*events.stored, *events.evicted):
+            sent.pop(digest, None)
 
     def mode(self, address: str) -> PrefixMode:
         """How well the instance's cache is known."""
@@ -56,15 +71,20 @@ class PrefixMemory:
 
     def count_known_blocks(self, address: str, digests: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt the instance should hold."""
-        known = self._told.get(address) or self._sent.get(address)
-        if not known:
-            return 0
-        return next((index for index, digest in enumerate(digests) if digest not in known), len(digests))
+        sent, told = self._sent.get(address, OrderedDict()), self._told.get(address)
+        if told is None:
+            return _count_leading(digests, sent.__contains__)
+        since_s = self._clock() - UNCONFIRMED_S
+        return _count_leading(digests, lambda digest: digest in told or sent.get(digest, -math.inf) >= since_s)
 
     def forget(self, address: str) -> None:
         """The instance is gone, and its cache with it."""
         self._sent.pop(address, None)
         self._told.pop(address, None)
+
+
+def _count_leading(digests: Sequence[bytes], is_known: Callable[[bytes], bool]) -> int:
+    return next((index for index, digest in enumerate(digests) if not is_known(digest)), len(digests))
 
 
 def hash_prompt(identity: ModelIdentity, prompt_token_ids: Sequence[int], cache_salt: str) -> list[bytes]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from fake_instances import build_identity
 
 from pdserve.protocol import CacheEvents
-from pdserve.router.prefix_memory import PrefixMemory, PrefixMode, hash_prompt
+from pdserve.router.prefix_memory import UNCONFIRMED_S, PrefixMemory, PrefixMode, hash_prompt
 
 DIGESTS = hash_prompt(build_identity(block_size=16), list(range(70)), "")
 
@@ -41,11 +41,28 @@ def test_what_the_instance_tells_replaces_what_was_thought() -> None:
     memory.apply("x", CacheEvents(stored=[b"a"], replaces_all=True))
     assert memory.mode("x") is PrefixMode.EXACT
     assert memory.count_known_blocks("x", digests) == 1
-    memory.note("x", digests, 100)
-    assert memory.count_known_blocks("x", digests) == 1
     memory.apply("x", CacheEvents(stored=[b"b", b"c"]))
     assert memory.count_known_blocks("x", digests) == 3
     memory.apply("x", CacheEvents(evicted=[b"a"]))
     assert memory.count_known_blocks("x", digests) == 0
     memory.forget("x")
     assert memory.mode("x") is PrefixMode.APPROXIMATE
+
+
+def test_what_is_on_its_way_counts_until_it_is_told_of_or_too_long_ago() -> None:
+    now_s = 0.0
+    memory, digests = PrefixMemory(clock=lambda: now_s), [b"a", b"b", b"c"]
+    memory.apply("x", CacheEvents(stored=[b"a"], replaces_all=True))
+    memory.note("x", digests, 100)
+    assert memory.mode("x") is PrefixMode.EXACT
+    assert memory.count_known_blocks("x", digests) == 3
+    memory.apply("x", CacheEvents(stored=[b"b"]))
+    now_s = UNCONFIRMED_S + 1
+    assert memory.count_known_blocks("x", digests) == 2
+    memory.note("x", digests, 100)
+    memory.apply("x", CacheEvents(evicted=[b"a", b"c"]))
+    assert memory.count_known_blocks("x", digests) == 0
+    assert memory.count_known_blocks("x", digests[1:]) == 1
+    memory.note("x", digests, max_blocks=1)
+    assert memory.count_known_blocks("x", digests) == 0
+    assert memory.count_known_blocks("x", digests[1:]) == 2
