@@ -31,6 +31,7 @@ _ENOUGH_TOKENS = 6000
 _PROMPT_TOKENS = 100
 _NUM_WARMUP_STEPS = 10
 _POLL_S = 0.002
+_REDIS_BYTES = 4 << 30
 
 
 @dataclass
@@ -174,7 +175,7 @@ def measure(connector: str, num_tokens: int, arguments: argparse.Namespace) -> M
     cores = os.sched_getaffinity(0)
     num_blocks = (arguments.arrivals + 1) * -(-num_tokens // 16)
     with contextlib.ExitStack() as stack:
-        options = stack.enter_context(surroundings(connector))
+        options = stack.enter_context(surroundings(connector, _REDIS_BYTES))
         with pinned(arguments.core):
             config = build_config(
                 model=arguments.model,
