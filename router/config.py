@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pdserve.errors import ConfigError
 from pdserve.router.policies import build_policy, policy_names
 from pdserve.settings import section, setting
+from pdserve.text.message_format import find_message_format
 from pdserve.text.reasoning import REASONING_TAGS
 from pdserve.text.tool_calls import FORMATS
 
@@ -176,6 +177,7 @@ def check_settings(settings: RouterSettings) -> None:
     Raises:
         ConfigError: naming the setting, its value and what is accepted.
     """
+    find_message_format(settings.answers.tool_call_parser, settings.answers.reasoning_parser, template="")
     if (settings.http.tls_certificate is None) != (settings.http.tls_key is None):
         raise ConfigError("--tls-certificate and --tls-key belong together")
     pools = settings.pools

@@ -5,7 +5,7 @@ OpenAI's fields, and with them ``stop_reason`` and ``prompt_logprobs``, which vL
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -248,7 +248,3 @@ class ErrorBody(TypedDict):
     """Body of every error; after a stream has begun, the ``data`` of an event."""
 
     error: ErrorDetail
-
-
-RouterStatus = dict[str, Any]
-"""Listed in docs/status.md."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pdserve.router.api.answer_types import Usage
 from pdserve.router.api.prepare import PreparedRequest
 from pdserve.router.choice import Choice, ChoiceDelta
 
@@ -45,7 +46,7 @@ class Answer(Protocol):
         """The streamed objects that a delta gives: none, when it has nothing to show yet."""
         ...
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         """The streamed object with the usage, behind all others."""
         ...
 
@@ -53,12 +54,12 @@ class Answer(Protocol):
         """Collect a delta for `whole`."""
         ...
 
-    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, usage: Usage) -> dict[str, Any]:
         """The object of an answer that is not streamed."""
         ...
 
 
-def build_usage(request: PreparedRequest, choices: Sequence[Choice]) -> dict[str, Any]:
+def build_usage(request: PreparedRequest, choices: Sequence[Choice]) -> Usage:
     """Tokens of the request: each prompt counts once, whatever n is."""
     num_prompt_tokens = request.num_prompt_tokens
     num_output_tokens = sum(choice.num_output_tokens for choice in choices)

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.router.api.answer_types import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
+from pdserve.router.api.answer_types import (
+    ChatDelta,
+    ChatMessage,
+    PromptLogprobs,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
 from pdserve.router.api.answers import Envelope
 from pdserve.router.api.logprobs import describe_chat_logprobs, describe_prompt_logprobs
 from pdserve.router.api.prepare import PreparedRequest
@@ -31,7 +39,7 @@ class _Message:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     has_begun: bool = False
@@ -95,7 +103,7 @@ class ChatAnswer:
         self._request = request
         self._wants_logprobs = wants_logprobs
         self._messages = [_Message(reader) for reader in readers]
-        self._prompt_logprobs: list[dict[str, Any] | None] | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
 
     def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
         """The role in front of a choice's first text, then one object for each delta with anything to show."""
@@ -120,7 +128,7 @@ class ChatAnswer:
             chunks.append(chunk)
         return chunks
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         """The streamed object with the usage."""
         return {**self._envelope.wrap(_CHUNK_OBJECT, []), "usage": usage}
 
@@ -136,7 +144,7 @@ class ChatAnswer:
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = describe_prompt_logprobs(self._tokenizer, delta.prompt_logprobs)
 
-    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, usage: Usage) -> dict[str, Any]:
         """The whole answer."""
         choices = [
             {
@@ -153,7 +161,7 @@ class ChatAnswer:
             answer["prompt_logprobs"] = self._prompt_logprobs
         return answer
 
-    def _describe_logprobs(self, delta: ChoiceDelta) -> list[dict[str, Any]] | None:
+    def _describe_logprobs(self, delta: ChoiceDelta) -> list[TokenLogprob] | None:
         if not self._wants_logprobs:
             return None
         return describe_chat_logprobs(self._tokenizer, delta.logprobs or ())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.protocol import SamplingParams, TokenLogprobs
+from pdserve.router.api.answer_types import PromptLogprobs, Usage
 from pdserve.router.api.answers import Envelope
 from pdserve.router.api.logprobs import describe_completion_logprobs, describe_prompt_logprobs, spell_token
 from pdserve.router.api.prepare import PreparedRequest, Prompt
@@ -22,7 +23,7 @@ class _Collected:
 
     text: list[str] = field(default_factory=list)
     logprobs: dict[str, list[Any]] | None = None
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprob_sum: float = 0.0
@@ -83,7 +84,7 @@ class CompletionAnswer:
             chunk["usage"] = None
         return [chunk]
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         """The streamed object with the usage."""
         return {**self._envelope.wrap(_OBJECT, []), "usage": usage}
 
@@ -103,7 +104,7 @@ class CompletionAnswer:
         collected.logprob_sum += sum(entry.logprob for entry in delta.logprobs or ())
         collected.num_tokens += len(delta.token_ids)
 
-    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, usage: Usage) -> dict[str, Any]:
         """The whole answer."""
         choices = []
         for index, collected in enumerate(self._choose_shown()):

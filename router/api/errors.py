@@ -9,11 +9,12 @@ import msgspec
 from starlette.responses import Response
 
 from pdserve.errors import OverloadedError, PdserveError, RequestError
+from pdserve.router.api.answer_types import ErrorBody
 
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 
-def describe_error(error: PdserveError) -> dict[str, Any]:
+def describe_error(error: PdserveError) -> ErrorBody:
     """The body: ``{"error": {"message", "type", "param", "code"}}``."""
     kind = _TYPES.get(error.http_status)
     if kind is None:

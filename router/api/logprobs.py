@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pdserve.protocol import TokenLogprobs
+from pdserve.router.api.answer_types import LogprobCandidate, PromptLogprobs, TokenLogprob
 from pdserve.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
@@ -27,7 +28,7 @@ def describe_completion_logprobs(
     }
 
 
-def describe_chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+def describe_chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
     """One object for each token, with its bytes and the likeliest alternatives."""
     return [
         {
@@ -41,9 +42,9 @@ def describe_chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs
     ]
 
 
-def describe_prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+def describe_prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
     """For each prompt token the candidates by token id; None for the first, which nothing precedes."""
-    described: list[dict[str, Any] | None] = [None]
+    described: PromptLogprobs = [None]
     for entry in entries:
         ranks = {token_id: rank for rank, token_id in enumerate(entry.top_ids, start=1)}
         ranks[entry.token_id] = entry.rank
@@ -77,7 +78,7 @@ def _top_and_own(entry: TokenLogprobs) -> list[tuple[int, float]]:
     return pairs
 
 
-def _describe_chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _describe_chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> LogprobCandidate:
     return {
         "token": tokenizer.token_text(token_id),
         "logprob": _clamp(logprob),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve.errors import RequestError, UnavailableError
 from pdserve.peers.addresses import is_loopback
+from pdserve.router.api.answer_types import Model
 from pdserve.router.api.body import read_body
 from pdserve.router.api.errors import json_response
 from pdserve.router.api.prepare import render_chat
@@ -102,7 +101,7 @@ def show_timeline(service: RouterService, name: str) -> Response:
     return json_response(timeline.describe())
 
 
-def _describe_model(service: RouterService) -> dict[str, Any]:
+def _describe_model(service: RouterService) -> Model:
     return {
         "id": service.model_name,
         "object": "model",

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import EngineError, PdserveError, UnavailableError
 from pdserve.router.admission import Visitor
+from pdserve.router.api.answer_types import ErrorBody, Usage
 from pdserve.router.api.answers import Answer, build_usage
 from pdserve.router.api.errors import describe_error, error_response, json_response
 from pdserve.router.api.prepare import PreparedRequest
@@ -134,7 +135,7 @@ class GenerationResponse(Response):
             await error_response(error)(scope, receive, send)
 
     @staticmethod
-    async def _send_event(value: dict[str, Any], send: Send) -> None:
+    async def _send_event(value: dict[str, Any] | ErrorBody, send: Send) -> None:
         """One server-sent event, in a write of its own."""
         body = b"data: " + msgspec.json.encode(value) + b"\n\n"
         await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -144,7 +145,7 @@ class GenerationResponse(Response):
         if delta.finish_reason is not None and delta.index == 0:
             self._outcome = delta.finish_reason
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Usage:
         return build_usage(self._request, self._choices)
 
 

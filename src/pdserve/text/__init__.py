@@ -1,4 +1,4 @@
-"""Between text and token ids: tokenizer, chat templates, incremental detokenising and stop strings.
+"""Between text and token ids: tokenizer, chat templates, incremental detokenising, stop strings and tool calls.
 
 Used where tokens become text, in the router and in the offline ``LLM``; the engine sees token ids only.
 """

@@ -73,3 +73,9 @@ def test_instances_file_that_is_wrong_at_start_is_an_error(tmp_path: Path, conte
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         build_directory(PoolSettings(instances_file=str(path)))
+
+
+@pytest.mark.parametrize("option", ["--tool-call-parser", "--reasoning-parser"])
+def test_unknown_parsers_are_refused_with_those_there_are(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is 'xml'; it may be .*(hermes|think)"):
+        load("--decode", "a:1", option, "xml")
