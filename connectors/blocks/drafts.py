@@ -40,6 +40,7 @@ class DraftedBlock:
         block: the block.
         slot: of the staging memory.
         payload: that slot's bytes behind the header.
+        layer_bytes: of them, for each layer.
         store: where its draft goes.
 
     Attributes:
@@ -47,26 +48,27 @@ class DraftedBlock:
         seconds: that writers have spent on it.
     """
 
-    def __init__(self, block: BlockTransfer, slot: int, payload: memoryview, store: DraftingStore) -> None:
+    def __init__(
+        self, block: BlockTransfer, slot: int, payload: memoryview, layer_bytes: int, store: DraftingStore
+    ) -> None:
         self.slot = slot
         self.seconds = 0.0
         self._block = block
         self._payload = payload
+        self._layer_bytes = layer_bytes
         self._store = store
         self._num_copied_layers = 0
-        self._num_copied_bytes = 0
-        self._num_written_bytes = 0
+        self._num_written_layers = 0
         self._lock = threading.Lock()
         self._draft: BlockDraft | None = None
         self._is_over = False
 
-    def copy_layers(self, end: int, memory: BlockMemory, layer_bytes: int) -> None:
+    def copy_layers(self, end: int, memory: BlockMemory) -> None:
         """Copy the layers up to ``end`` that are not copied yet. Called on the forward thread."""
         if end > self._num_copied_layers:
             block = self._block
             memory.copy_layers_out(block.block_id, block.num_tokens, self._num_copied_layers, end, self._payload)
-            self._num_copied_layers = end
-            self._num_copied_bytes = end * layer_bytes  # the writers' sign that the bytes are there
+            self._num_copied_layers = end  # the writers' sign that the bytes are there
 
     def write_copied(self) -> None:
         """Append what is copied and not written. Called on writer threads."""
@@ -91,14 +93,14 @@ class DraftedBlock:
                 draft.abandon()
 
     def _write_copied(self) -> None:
-        start, end = self._num_written_bytes, self._num_copied_bytes
+        start, end = self._num_written_layers, self._num_copied_layers
         if self._is_over or start == end:
             return
         began = time.perf_counter()
         if self._draft is None:
             self._draft = self._store.begin_draft(self._block.key)
-        self._draft.append(self._payload[start:end])
-        self._num_written_bytes = end
+        self._draft.append(self._payload[start * self._layer_bytes : end * self._layer_bytes])
+        self._num_written_layers = end
         self.seconds += time.perf_counter() - began
 
 
@@ -119,6 +121,8 @@ class StepDrafts:
         self._layer_bytes = spec.block_bytes // spec.num_layers
         self._num_layers = spec.num_layers
         self._piece_ends = {-(-self._num_layers * piece // _NUM_PIECES) for piece in range(1, _NUM_PIECES + 1)}
+        # The step's other blocks need staging memory as well, and these hold theirs to the step's end.
+        self._max_blocks = min(_MAX_DRAFTS, staging.num_free // 2)
         self._blocks: dict[bytes, DraftedBlock] = {}
         self._memory: BlockMemory | None = None
 
@@ -129,11 +133,11 @@ class StepDrafts:
         """Take these blocks, which are whole after the forward pass, or as many as there is room for now."""
         self._memory = memory
         for block in blocks:
-            slot = self._staging.acquire(_NO_WAIT) if len(self._blocks) < _MAX_DRAFTS else None
+            slot = self._staging.acquire(_NO_WAIT) if len(self._blocks) < self._max_blocks else None
             if slot is None:
                 return
             payload = self._staging.get_buffer(slot).data[HEADER_BYTES:]
-            self._blocks[block.digest] = DraftedBlock(block, slot, payload, self._store)
+            self._blocks[block.digest] = DraftedBlock(block, slot, payload, self._layer_bytes, self._store)
 
     def save_layer(self, layer: int) -> None:
         """``layer`` of all blocks stands in KV memory, and so do those before it."""
@@ -142,14 +146,14 @@ class StepDrafts:
             return
         blocks = tuple(self._blocks.values())
         for block in blocks:
-            block.copy_layers(end, self._memory, self._layer_bytes)
+            block.copy_layers(end, self._memory)
         self._threads.submit(functools.partial(_write_all, blocks))
 
     def take(self, digest: bytes) -> DraftedBlock | None:
         """The block, copied whole, if it was begun early; the forward pass has ended."""
         block = self._blocks.pop(digest, None)
         if block is not None and self._memory is not None:
-            block.copy_layers(self._num_layers, self._memory, self._layer_bytes)
+            block.copy_layers(self._num_layers, self._memory)
         return block
 
     def drop(self) -> None:

@@ -127,9 +127,11 @@ class StoreWorker:
         self._memory = None
         self._staging.close()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        for threads in (self._readers, self._writers):
-            if not threads.close(max(deadline - time.monotonic(), 0.0)):
-                logger.warning("a transfer did not end within %g s", _CLOSE_TIMEOUT_S)
-            elif threads is self._writers:
-                self._saver.close()
+        have_readers_ended, have_writers_ended = (
+            threads.close(max(deadline - time.monotonic(), 0.0)) for threads in (self._readers, self._writers)
+        )
+        if not (have_readers_ended and have_writers_ended):
+            logger.warning("a transfer did not end within %g s", _CLOSE_TIMEOUT_S)
+        if have_writers_ended:
+            self._saver.close()
         self._store.close()

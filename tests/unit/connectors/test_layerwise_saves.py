@@ -167,8 +167,16 @@ def test_what_finds_no_room_is_saved_after_the_forward_pass(make_engine, store: 
     assert make_engine("decode").load("d", PROMPT) == len(PROMPT)
 
 
-def test_so_many_drafts_and_no_more(producer, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_leave_staging_memory_to_others(make_engine, store: Path) -> None:
+    value_bytes = HEADER_BYTES + TINY_SPEC.block_bytes
+    producer = make_engine("prefill", layerwise=True, max_staging_bytes=5 * value_bytes, save_timeout_s=0)
+    Step(producer)
+    assert producer.worker._staging.num_free == 3
+
+
+def test_so_many_drafts_and_no_more(make_engine, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "_MAX_DRAFTS", 3)
+    producer = make_engine("prefill", layerwise=True)
     step = Step(producer)
     step.compute(0)
     wait_until(lambda: len(list_temps(store)) == 3)
@@ -270,7 +278,7 @@ def test_a_block_goes_in_at_most_six_pieces(num_layers: int, ends: list[int], tm
             return Draft()
 
     threads = TaskThreads("kv-test", 1)
-    staging = StagingPool(1, HEADER_BYTES + spec.block_bytes, time.monotonic)
+    staging = StagingPool(2, HEADER_BYTES + spec.block_bytes, time.monotonic)
     step = StepDrafts(Store(), spec, staging, threads)
     step.begin([BlockTransfer(b"d" * 16, 4, 0)], memory)
     for layer in range(num_layers):
