@@ -107,8 +107,8 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it."""
-        return self._parsing.id_to_token(token_id) if token_id >= 0 else None
+        """The token as the vocabulary spells it; None for an id without a token."""
+        return self._parsing.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it."""

@@ -64,6 +64,12 @@ def test_single_tokens(smollm2: Tokenizer) -> None:
     assert (smollm2.token_bytes(10**6), smollm2.id_to_token(10**6), smollm2.id_to_token(-1)) == (b"", None, None)
 
 
+@pytest.mark.parametrize("token_id", [-1, -(2**63), 49152, 2**31, 2**32, 2**64 - 1])
+def test_ids_without_a_token_have_no_text(smollm2: Tokenizer, token_id: int) -> None:
+    assert smollm2.id_to_token(token_id) is None
+    assert smollm2.token_bytes(token_id) == b""
+
+
 def test_sentence_piece_spaces_and_bytes(spm: Tokenizer) -> None:
     ids = spm.encode("hello é☃", add_special_tokens=False)
     assert spm.decode(ids) == "hello é☃"
