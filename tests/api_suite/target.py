@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from processes import Deployment
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SMALLEST: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "Hi"},
+    CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
+}
 TIMEOUT_S = 120.0
 NOT_OFFERED = (400, 404, 405, 415, 422, 501)
 """How services say that they do not take a field or do not have an endpoint."""
@@ -42,6 +47,7 @@ class Target:
         self.key = key
         self.client = httpx.Client(timeout=TIMEOUT_S, headers={"authorization": f"Bearer {key}"})
         self._model = model
+        self._offered: dict[str, int] = {}
 
     def __enter__(self) -> Target:
         return self
@@ -67,6 +73,23 @@ class Target:
     def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer, joined if it was streamed; skips what another service does not offer."""
         return self.read(self.post(path, body))
+
+    def need(self, path: str) -> None:
+        """Skip where another service does not have this endpoint."""
+        if path not in self._offered:
+            self._offered[path] = self.post(path, {**SMALLEST[path], "max_tokens": 1}).status_code
+        if self.deployment is None and self._offered[path] in NOT_OFFERED:
+            pytest.skip(f"not offered: {path} answers {self._offered[path]}")
+
+    @contextlib.contextmanager
+    def skipping(self) -> Iterator[None]:
+        """Skip where the openai package says that another service refused a field."""
+        try:
+            yield
+        except openai.APIStatusError as error:
+            if self.deployment is not None or error.status_code not in NOT_OFFERED:
+                raise
+            pytest.skip(f"not offered: {error}")
 
     def read(self, response: httpx.Response) -> dict[str, Any]:
         """An answer's object, joined if it was streamed; skips where another service refused the request."""

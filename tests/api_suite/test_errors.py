@@ -39,8 +39,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 def check_refused(response: httpx.Response) -> None:
     assert 400 <= response.status_code < 500, response.text
     body = response.json()
-    message = body["error"]["message"] if "error" in body else body["message"]
-    assert message
+    assert body.get("error") or body.get("message") or body.get("detail")
     assert "Traceback" not in response.text
 
 
@@ -49,12 +48,14 @@ def check_refused(response: httpx.Response) -> None:
 def test_case_32_wrong_requests_are_refused_with_the_reason(
     target: Target, path: str, body: dict[str, Any], stream: bool
 ) -> None:
+    target.need(path)
     check_refused(target.post(path, {"stream": stream, **body}))
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 5000])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_bodies_that_are_no_object_are_refused(target: Target, path: str, body: bytes) -> None:
+    target.need(path)
     check_refused(target.client.post(target.url + path, content=body, headers={"content-type": "application/json"}))
 
 

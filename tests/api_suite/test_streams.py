@@ -69,6 +69,9 @@ def test_case_20_clients_that_leave_free_what_they_had(target: Target, num_lines
     body = {"model": target.model, "prompt": unique_text(), "stream": True, "max_tokens": 300, "ignore_eos": True}
     for _ in range(5):
         with target.client.stream("POST", target.url + COMPLETIONS, json=body) as response:
+            if response.status_code != 200:
+                response.read()
+                target.read(response)
             lines = response.iter_lines()
             for _ in range(num_lines):
                 next(lines)

@@ -10,11 +10,13 @@ from typing import Any
 import api_bench
 import fake_instances
 import httpx
+import msgspec
 import pytest
 from api_bench import read_events, with_client
 from fake_instances import FakeInstance
 
 from pdserve.protocol import Role
+from pdserve.router.api.answer_types import ChatChunk, ChatCompletion
 from pdserve.text import ChatTemplate
 from pdserve.text.message_format import MessageFormat, find_message_format
 
@@ -85,6 +87,7 @@ def ask(
 
 def ask_whole(monkeypatch: pytest.MonkeyPatch, answer: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     body = ask(monkeypatch, answer, **options).json()
+    msgspec.convert(body, ChatCompletion)
     (choice,) = body["choices"]
     return choice, body["usage"]
 
@@ -93,6 +96,7 @@ def ask_streamed(monkeypatch: pytest.MonkeyPatch, answer: str, **options: Any) -
     streamed = Streamed()
     options |= {"stream": True, "stream_options": {"include_usage": True}}
     for event in read_events(ask(monkeypatch, answer, **options).text):
+        msgspec.convert(event, ChatChunk)
         streamed.take(event)
     return streamed
 

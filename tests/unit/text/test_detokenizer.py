@@ -70,3 +70,12 @@ def test_sentence_piece_streams_equal_decode(spm: Tokenizer) -> None:
             whole, before = spm.decode(prompt + ids, skip), spm.decode(prompt, skip)
             if "\ufffd" not in whole + before and before:
                 assert "".join(stream(spm, prompt, ids, skip)) == whole[len(before) :]
+
+
+def test_special_tokens_are_left_out_but_for_those_to_show(smollm2: Tokenizer) -> None:
+    start, end = (smollm2.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
+    assert start is not None
+    assert end is not None
+    ids = [start, *smollm2.encode("Hi"), end]
+    assert IncrementalDetokenizer(smollm2, []).push(ids) == "Hi"
+    assert IncrementalDetokenizer(smollm2, [], shown_special_ids=frozenset((start,))).push(ids) == "<|im_start|>Hi"
