@@ -39,6 +39,8 @@ class Leg:
     def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
         self._abort = abort
+        # Kept, because Python 3.11 makes a system call of each asyncio.get_running_loop().
+        self._loop = asyncio.get_running_loop()
         self._items: deque[RequestOutput | PdserveError] = deque()
         self._arrival: asyncio.Future[None] | None = None
         """What the taker waits on while there is nothing."""
@@ -71,7 +73,7 @@ class Leg:
             RequestTimeoutError: the deadline passed.
         """
         if not self._items:
-            self._arrival = asyncio.get_running_loop().create_future()
+            self._arrival = self._loop.create_future()
             await self._arrival
         first = self._items.popleft()
         if isinstance(first, PdserveError):
