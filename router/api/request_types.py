@@ -12,7 +12,10 @@ A field that is absent or null stays None: defaults belong to `pdserve.protocol.
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -156,7 +159,7 @@ class DetokenizeFields(msgspec.Struct, kw_only=True):
     tokens: list[Natural]
 
 
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "suffix": ("",),
     "functions": ([],),
@@ -171,6 +174,11 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "parallel_tool_calls": (True,),
     "verbosity": ("medium",),
+    # of one endpoint only
+    "echo": (False,),
+    "best_of": (1,),
+    "max_completion_tokens": (),
+    "top_logprobs": (0,),
     # extensions of others
     "use_beam_search": (False,),
     "logits_processors": ([],),
@@ -186,9 +194,14 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "chat_template": (),
     "mm_processor_kwargs": ({},),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
 }
-"""Fields that would change the answer and are not supported (chat takes its own of them), with the values that ask for
-nothing."""
+"""Fields that would change the answer and are not supported, at least not by every endpoint, with the values that ask
+for nothing."""
+
+_OF_PROMPTS = frozenset(("functions", "documents", "chat_template", "mm_processor_kwargs", "truncate_prompt_tokens"))
+"""Those of them that would change a prompt."""
 
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$")
 _MAX_SHOWN_CHARACTERS = 60
@@ -196,9 +209,11 @@ _MAX_SHOWN_CHARACTERS = 60
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
-def get_unsupported(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+@functools.cache
+def get_unsupported(kind: type[msgspec.Struct]) -> Mapping[str, tuple[Any, ...]]:
     """The fields that a body of this kind may have with values that ask for nothing only, with those values."""
-    return {name: values for name, values in NEUTRAL_VALUES.items() if name not in kind.__struct_fields__}
+    names = _NEUTRAL.keys() if issubclass(kind, GenerationFields) else _OF_PROMPTS
+    return MappingProxyType({name: _NEUTRAL[name] for name in names if name not in kind.__struct_fields__})
 
 
 def parse_body(body: bytes, kind: type[Fields]) -> Fields:
@@ -214,10 +229,9 @@ def parse_body(body: bytes, kind: type[Fields]) -> Fields:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
-    for name in NEUTRAL_VALUES.keys() & value.keys():
-        if name in kind.__struct_fields__ or value[name] is None:
-            continue
-        if value[name] not in NEUTRAL_VALUES[name]:
+    unsupported = get_unsupported(kind)
+    for name in unsupported.keys() & value.keys():
+        if value[name] is not None and value[name] not in unsupported[name]:
             raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
     try:
         return msgspec.convert(value, kind)

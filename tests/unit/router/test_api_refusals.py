@@ -91,6 +91,12 @@ BOTH: list[tuple[dict[str, Any], int, str | None]] = [
     ({"guided_json": {}}, 400, "guided_json"),
     ({"allowed_token_ids": [1]}, 400, "allowed_token_ids"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"return_token_ids": True}, 400, "return_token_ids"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        400,
+        "stream_options.continuous_usage_stats",
+    ),
 ]
 COMPLETIONS_ONLY: list[tuple[dict[str, Any], int, str | None]] = [
     ({"prompt": ""}, 400, "prompt"),
@@ -120,6 +126,8 @@ COMPLETIONS_ONLY: list[tuple[dict[str, Any], int, str | None]] = [
     ({"suffix": "x"}, 400, "suffix"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
     ({"echo": "yes"}, 400, "echo"),
+    ({"max_completion_tokens": 5}, 400, "max_completion_tokens"),
+    ({"top_logprobs": 2}, 400, "top_logprobs"),
 ]
 CHAT_ONLY: list[tuple[dict[str, Any], int, str | None]] = [
     ({"messages": []}, 400, "messages"),
@@ -133,6 +141,9 @@ CHAT_ONLY: list[tuple[dict[str, Any], int, str | None]] = [
     ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
     ({"logprobs": 5}, 400, "logprobs"),
     ({"top_logprobs": 3}, 400, "top_logprobs"),
+    ({"echo": True}, 400, "echo"),
+    ({"best_of": 2}, 400, "best_of"),
+    ({"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
     ({"tools": ["f"]}, 400, "tools"),
@@ -252,3 +263,14 @@ def test_error_inside_the_router_is_a_500_without_its_inside() -> None:
     answer = post(COMPLETIONS, {"prompt": "Hi"}, decode=Broken(Role.DECODE, "d0"))
     message = check_error(answer, 500, None)
     assert "secret" not in message
+
+
+def test_a_body_for_another_endpoint_can_be_tokenized() -> None:
+    fields = {
+        "messages": MESSAGES,
+        "max_completion_tokens": 5,
+        "response_format": {"type": "json_object"},
+        "best_of": 3,
+    }
+    assert post("/tokenize", fields).status_code == 200
+    check_error(post("/tokenize", {**fields, "chat_template": "x"}), 400, "chat_template")

@@ -4,7 +4,7 @@ A call is one as soon as a function of the request is named and its arguments be
 passed on as they come. What turns out not to be a call before that stays content, tag and all. A call that breaks off
 later keeps the arguments that it had, and what follows is content.
 
-Whitespace between content and calls belongs to neither.
+Whitespace in front of a call and at the end behind one is neither.
 """
 
 from __future__ import annotations
