@@ -201,7 +201,7 @@ def what_vanishes_after_the_lookup_is_reported(bench: Bench) -> None:
         request_id, promised = bench.start_load(consumer, prompt, None)
         bench.require(promised == len(prompt), f"{promised} of {len(prompt)} tokens are promised", "R2")
         bench.blocks.delete(bench.build_keys(producer, prompt)[index])
-        with bench.blaming(covers_garbage=True):
+        with bench.blaming():
             good = bench.wait_for_load(consumer, request_id)
         is_exact = good <= index * size or good == len(prompt)
         bench.require(is_exact, f"block {index} is gone, but {good} tokens are said to be good")
