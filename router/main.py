@@ -163,7 +163,10 @@ def build_key_ring(settings: AccessSettings) -> tuple[KeyRing | None, list[Watch
     def load() -> None:
         key_ring.replace(read_keys(path, environment))
 
-    return key_ring, [WatchedFiles([] if path is None else [path], load, "the API keys were")]
+    if path is None:
+        load()
+        return key_ring, []
+    return key_ring, [WatchedFiles([path], load, "the API keys were")]
 
 
 def build_directory(settings: PoolSettings) -> Directory | None:

@@ -51,6 +51,9 @@ class RouterMetrics:
             "decode_recomputed_prompts_total", "Hand-offs after which decode computed half of the prompt or more"
         )
         self.retries = self._counter("retries_total", "Legs that failed and went on elsewhere, by reason", "reason")
+        self.unauthorized_requests = self._counter(
+            "unauthorized_requests_total", "Requests without a valid API key, where one is needed"
+        )
         self.client_disconnects = self._counter(
             "client_disconnects_total", "Clients that left before their answer ended"
         )

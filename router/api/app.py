@@ -43,7 +43,12 @@ def build_app(service: RouterService) -> FastAPI:
     app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None, lifespan=run_fleet)
     if service.key_ring is not None:
         public_paths = PUBLIC_PATHS | ({"/metrics"} if service.settings.access.public_metrics else set())
-        app.add_middleware(Authentication, key_ring=service.key_ring, public_paths=public_paths)
+        app.add_middleware(
+            Authentication,
+            key_ring=service.key_ring,
+            count_refused=service.metrics.unauthorized_requests.inc,
+            public_paths=public_paths,
+        )
     app.add_middleware(HttpBoundary)
     app.add_exception_handler(PdserveError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)

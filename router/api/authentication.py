@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,12 +25,21 @@ class Authentication:
     Args:
         app: what is protected.
         key_ring: the keys that are valid.
+        count_refused: called for each 401.
         public_paths: paths that need no key.
     """
 
-    def __init__(self, app: ASGIApp, key_ring: KeyRing, public_paths: frozenset[str] = PUBLIC_PATHS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        key_ring: KeyRing,
+        count_refused: Callable[[], None],
+        public_paths: frozenset[str] = PUBLIC_PATHS,
+    ) -> None:
         self._app = app
         self._key_ring = key_ring
+        self._count_refused = count_refused
         self._public_paths = public_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,6 +50,7 @@ class Authentication:
         try:
             key = self._find_key(Headers(scope=scope).get("authorization", ""))
         except RequestError as error:
+            self._count_refused()
             await error_response(error)(scope, receive, send)
             return
         scope.setdefault("state", {}).update(key_id=key.name, is_admin=key.is_admin)

@@ -40,8 +40,8 @@ def get_api_key() -> str | None:
 
 
 def get_api_keys() -> str | None:
-    """Keys that a router takes from its clients: ``PDSERVE_API_KEYS``. Never logged."""
-    return os.environ.get("PDSERVE_API_KEYS") or None
+    """Keys that a router takes from its clients: ``PDSERVE_API_KEYS``, an empty one as such. Never logged."""
+    return os.environ.get("PDSERVE_API_KEYS")
 
 
 def extended_environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -119,9 +119,9 @@ def test_commands_send_their_key_and_speak_encrypted(service: LockedService) -> 
     good = service.run(*doctor, *service.router_keys, PDSERVE_API_KEY=service.api_key)
     assert good.returncode == 0, good.stdout + good.stderr
     assert "nothing is wrong" in good.stdout
-    without_keys = service.run(*doctor, "--timeout-s", "1", PDSERVE_API_KEY=service.api_key)
+    without_keys = service.run(*doctor)
     assert without_keys.returncode == 1
-    assert "401" in service.run(*doctor, *service.router_keys).stdout
+    assert "401" in without_keys.stdout
     (service.directory / "prompts").write_text("one two three\n")
     bench = ["bench", "serve", "--url", service.deployment.url, "--prompts-file", f"{service.directory}/prompts"]
     measured = service.run(*bench, "--output-tokens", "4", PDSERVE_API_KEY=service.api_key)
@@ -221,11 +221,6 @@ def read_everything(service: LockedService) -> dict[str, str]:
         for path in ("/metrics", "/about", "/debug/blocks"):
             seen[f"{instance.name}{path}"] = httpx.get(f"{instance.ready['http']}{path}").text
     seen["traces"] = "".join(str(request) for request in service.collector.requests)
-    for command in ("prefill", "decode", "router"):
-        done = subprocess.run(
-            [sys.executable, "-m", f"pdserve.{command}.main", "--help"], capture_output=True, text=True, check=True
-        )
-        seen[f"{command} --help"] = done.stdout
     return seen
 
 

@@ -139,7 +139,7 @@ def test_hostile_routers_change_nothing_for_honest_ones(
     single = frames.map(lambda frame: [frame])
     messages = st.lists(single | single | st.lists(frames, max_size=3), min_size=1, max_size=8)
 
-    @settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(messages=messages, has_session=st.booleans())
     def test(messages: list[list[bytes]], has_session: bool) -> None:
         hostile = Peer(instance)

@@ -147,6 +147,16 @@ def test_drain_needs_an_administrators_key_even_on_this_machine() -> None:
     assert with_client(test, decode=[FakeInstance(Role.DECODE, "d0")], key_ring=RING) == [403, 202]
 
 
+def test_refused_requests_are_counted() -> None:
+    async def test(client: httpx.AsyncClient) -> str:
+        for key in ("key-a", "key-b", "key-c"):
+            await client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+        return (await client.get("/metrics", headers={"Authorization": "Bearer key-a"})).text
+
+    text = with_client(test, decode=[FakeInstance(Role.DECODE, "d0")], key_ring=RING)
+    assert "pdserve_router_unauthorized_requests_total 2.0" in text
+
+
 def test_key_taken_back_is_refused_at_once() -> None:
     ring = KeyRing([ApiKey("alice", digest_of(b"key-a"))])
 

@@ -30,6 +30,8 @@ def test_what_is_wrong_is_one_line_without_secrets(tmp_path: Path) -> None:
         assert PLAIN not in str(caught.value)
     with pytest.raises(ConfigError, match="No such file"):
         read_keys(tmp_path / "none", None)
+    with pytest.raises(ConfigError, match=r"^PDSERVE_API_KEYS: it holds no key"):
+        read_keys(None, "")
     with pytest.raises(ConfigError, match=r"^PDSERVE_API_KEYS: entry 1: it is not of the form") as caught:
         read_keys(None, PLAIN)
     assert PLAIN not in str(caught.value)
