@@ -15,9 +15,9 @@ MAX_HEAD_BYTES = 64 * 1024
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Gives up a connection whose client asks too much or takes too little. Lives on the event loop.
 
-    Too much: request line and headers of more than `MAX_HEAD_BYTES`. Too little: an answer's unread bytes fill the
-    kernel's buffers and the transport's own 64 KiB, and stay there. The connection is then dropped, and its request
-    ends as that of a client that left.
+    Too much: request line and headers of more than `MAX_HEAD_BYTES`. Too little: unread bytes fill the kernel's buffers
+    and the transport's own 64 KiB, or are left over from a whole answer, and stay there. The connection is then
+    dropped, and a request that runs ends as that of a client that left.
 
     Attributes:
         stall_timeout_s: how long a client may take too little; see `build_http_protocol`.
@@ -42,6 +42,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """A request begins; called by the parser."""
         super().on_message_begin()
         self._is_in_head = True
+        if not self.flow.write_paused:
+            self._end_stall()
 
     def on_headers_complete(self) -> None:
         """Its body begins, if it has one; called by the parser."""
@@ -51,18 +53,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client is behind; called by the transport."""
         super().pause_writing()
-        self._end_stall()
-        self._stall = self.loop.call_later(self.stall_timeout_s, self._drop_connection)
+        self._begin_stall()
 
     def resume_writing(self) -> None:
         """The client has caught up; called by the transport."""
         super().resume_writing()
         self._end_stall()
 
+    def on_response_complete(self) -> None:
+        """The answer is written, as far as the client took it; called at its end."""
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size() and self._stall is None:
+            self._begin_stall()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is over; called by the event loop."""
         self._end_stall()
         super().connection_lost(exc)
+
+    def _begin_stall(self) -> None:
+        self._end_stall()
+        self._stall = self.loop.call_later(self.stall_timeout_s, self._drop_connection)
 
     def _end_stall(self) -> None:
         if self._stall is not None:
@@ -70,6 +81,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._stall = None
 
     def _drop_connection(self) -> None:
+        self._stall = None
+        if not self.transport.get_write_buffer_size():
+            return  # the rest of an answer has been taken meanwhile
         logger.warning("a client took nothing of its answer for %g s: its connection is dropped", self.stall_timeout_s)
         # Closing would wait for the client to read the rest.
         self.transport.abort()

@@ -15,8 +15,27 @@ from starlette.types import Receive, Scope, Send
 from pdserve.router.http_protocol import build_http_protocol
 
 _PIECE = b"x" * 65536
-_REQUEST = b"GET / HTTP/1.1\r\nhost: router\r\n\r\n"
+_REQUEST = "GET / HTTP/1.1\r\nhost: router\r\n\r\n"
 _RECEIVE_BUFFER_BYTES = 65536
+
+
+class LeavesARest:
+    """An application whose answer ends as soon as not all of it could be handed to the kernel."""
+
+    def __init__(self) -> None:
+        self.server: uvicorn.Server | None = None
+        self.num_left_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.server is not None
+        (connection,) = self.server.server_state.connections
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not self.num_left_bytes:
+            await send({"type": "http.response.body", "body": _PIECE[:8192], "more_body": True})
+            await asyncio.sleep(0)  # transports may gather the writes of one turn
+            self.num_left_bytes = connection.transport.get_write_buffer_size()  # type: ignore[union-attr]
+        assert not connection.flow.write_paused  # type: ignore[union-attr]
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Endless:
@@ -43,7 +62,7 @@ class Endless:
 
 
 @contextlib.asynccontextmanager
-async def serve(app: Endless, stall_timeout_s: float) -> AsyncIterator[tuple[int, uvicorn.Server]]:
+async def serve(app: Endless | LeavesARest, stall_timeout_s: float) -> AsyncIterator[tuple[int, uvicorn.Server]]:
     listening = socket.create_server(("127.0.0.1", 0))
     protocol = build_http_protocol(stall_timeout_s)
     server = uvicorn.Server(uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None))
@@ -57,13 +76,13 @@ async def serve(app: Endless, stall_timeout_s: float) -> AsyncIterator[tuple[int
         listening.close()
 
 
-async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(port: int, request: str = _REQUEST) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     own = socket.socket()
     own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
     own.setblocking(False)
     await asyncio.get_running_loop().sock_connect(own, ("127.0.0.1", port))
     reader, writer = await asyncio.open_connection(sock=own, limit=_RECEIVE_BUFFER_BYTES)
-    writer.write(_REQUEST)
+    writer.write(request.encode())
     return reader, writer
 
 
@@ -80,6 +99,19 @@ def test_client_that_takes_nothing_is_dropped(caplog: pytest.LogCaptureFixture) 
 
     run(main())
     assert "its connection is dropped" in caplog.text
+
+
+@pytest.mark.parametrize("connection", ["keep-alive", "close"])
+def test_rest_of_a_whole_answer_that_nobody_takes_holds_no_connection(connection: str) -> None:
+    async def main() -> None:
+        app = LeavesARest()
+        async with serve(app, 0.2) as (port, app.server):
+            _, writer = await connect(port, f"GET / HTTP/1.1\r\nhost: router\r\nconnection: {connection}\r\n\r\n")
+            while not app.num_left_bytes or app.server.server_state.connections:
+                await asyncio.sleep(0.01)
+            writer.close()
+
+    run(main())
 
 
 def test_client_that_reads_now_and_then_gets_everything() -> None:
