@@ -71,7 +71,7 @@ async def serve(app: Endless | LeavesARest, stall_timeout_s: float) -> AsyncIter
     try:
         yield listening.getsockname()[1], server
     finally:
-        server.should_exit = True
+        server.should_exit = server.force_exit = True
         await serving
         listening.close()
 
