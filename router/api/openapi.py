@@ -124,7 +124,8 @@ def build_document(app: FastAPI) -> dict[str, Any]:
 
 def _collect_types() -> Iterator[Any]:
     for operation in OPERATIONS.values():
-        yield from (kind for kind in (operation.answer, operation.body, operation.event) if not isinstance(kind, str))
+        kinds = (operation.answer, operation.body, operation.event)
+        yield from (kind for kind in kinds if kind is not None and not isinstance(kind, str))
     yield answers.ErrorBody
 
 
