@@ -37,7 +37,7 @@ class MultiWorker:
     Args:
         halves: the children's worker halves, in order.
         layerwise: those of them that want their layer hooks called.
-        names: the children's names, in the same order.
+        names: of the children, as in ``halves``.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ class TransferReport:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._output = ConnectorOutput()
+        self._loading: set[str] = set()
         self._sending: set[str] = set()
         self._due: set[str] = set()
         self._sent: dict[str, tuple[bool, int]] = {}
@@ -32,6 +33,15 @@ class TransferReport:
         """The request's blocks are free; ``num_bytes`` of them were fetched."""
         with self._lock:
             self._sent[request_id] = (ok, num_bytes)
+
+    def start_load(self, request_id: str) -> bool:
+        """A load begins; False, and counted, when the request has one whose end was not told yet."""
+        with self._lock:
+            if request_id in self._loading:
+                self._output.stats.count_failure("duplicate")
+                return False
+            self._loading.add(request_id)
+            return True
 
     def end_load(
         self, request_id: str, *, num_good_tokens: int | None, num_blocks: int, num_bytes: int, seconds: float
@@ -91,6 +101,7 @@ class TransferReport:
                 else:
                     self._output.stats.count_failure("unknown")
             output, self._output = self._output, ConnectorOutput()
+            self._loading.difference_update(output.finished_receiving, output.failed_receiving)
             for request_id in self._due & self._sent.keys():
                 ok, num_bytes = self._sent.pop(request_id)
                 self._due.discard(request_id)

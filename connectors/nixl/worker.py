@@ -16,7 +16,7 @@ from pdserve.connectors.nixl.agent import TransferAgent
 from pdserve.connectors.nixl.channels import ProducerChannels
 from pdserve.connectors.nixl.consumer import Consumer
 from pdserve.connectors.nixl.leases import LeaseTable
-from pdserve.connectors.nixl.messages import Endpoint, StepMetadata
+from pdserve.connectors.nixl.messages import Endpoint, Load, StepMetadata
 from pdserve.connectors.nixl.options import NixlOptions
 from pdserve.connectors.nixl.pool_memory import PoolMemory
 from pdserve.connectors.nixl.producer import Producer
@@ -106,7 +106,9 @@ class NixlWorker:
             num_tokens_in_last = offer.num_tokens % self._block_size
             if num_tokens_in_last:
                 self._memory.clear_behind(offer.block_ids[-1], num_tokens_in_last)
-        self._wake_up.run_soon(lambda: self._apply(metadata))
+        # A message that comes twice may find its load at an end already, and the blocks full.
+        loads = [load for load in metadata.loads if self._report.start_load(load.request_id)]
+        self._wake_up.run_soon(lambda: self._apply(metadata, loads))
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Loads are asynchronous and move whole blocks: there is nothing to wait for."""
@@ -145,7 +147,7 @@ class NixlWorker:
         )
         return ProducerSide(self._producer, socket)
 
-    def _apply(self, metadata: StepMetadata) -> None:
+    def _apply(self, metadata: StepMetadata, loads: Sequence[Load]) -> None:
         """On the transfer thread. Loads before cancellations: a load may be cancelled in the step it begins in."""
         assert self._consumer is not None, "the thread runs only when there is one"
         if self._producer is not None:
@@ -153,7 +155,7 @@ class NixlWorker:
                 self._producer.offer(offer)
             for request_id in metadata.cancelled_offers:
                 self._producer.cancel_request(request_id)
-        for load in metadata.loads:
+        for load in loads:
             self._consumer.start(load)
         for request_id in metadata.cancelled_loads:
             self._consumer.cancel(request_id)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from pdserve.connectors import connector_names, load_connector
+from pdserve.connectors.testing.check import Level
 from pdserve.connectors.testing.suite import ConnectorConformanceSuite
 from pdserve.connectors.testing.target import ConformanceTarget
 from pdserve.errors import ConfigError
 
 
 class Suite(ConnectorConformanceSuite):
-    """Skips a connector whose packages are not installed here."""
+    """Skips a connector whose packages, or those of one of its parts, are not installed here."""
+
+    parts: ClassVar[Sequence[str]] = ()
 
     @classmethod
     def build_target(cls, directory: Path) -> ConformanceTarget:
         try:
-            load_connector(cls.connector)
+            for connector in (cls.connector, *cls.parts):
+                load_connector(connector)
         except ConfigError as missing:
             pytest.skip(missing.message)
         return super().build_target(directory)
@@ -57,6 +61,15 @@ class TestLmcache(Suite):
 
 class TestMulti(Suite):
     connector = "multi"
+
+
+class TestMultiOfADirectOneAndAStore(Suite):
+    connector = "multi"
+    parts = ("nixl", "shared_storage")
+    connector_options: ClassVar[Mapping[str, Any]] = {
+        "children": [{"connector": "nixl", "options": {"answer_timeout_s": 5.0}}, {"connector": "shared_storage"}]
+    }
+    max_level = Level.FAULTS
 
 
 def test_all_are_here() -> None:

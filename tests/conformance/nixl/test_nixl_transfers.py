@@ -197,3 +197,20 @@ def test_closing_with_transfers_under_way_ends_in_time(make_engine) -> None:
         engine.close()
     assert time.monotonic() - began < 4.0
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+
+
+def test_a_message_that_comes_again_when_its_load_has_ended_starts_nothing(make_engine) -> None:
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    params = prefill.prefill("p", PROMPT).kv_transfer_params
+    decode.submit("d", PROMPT, params=params)
+    decode.admit("d", decode.lookup("d").num_tokens or 0)
+    metadata = decode.build_metadata({})
+    decode.worker.start_load_kv(metadata)
+    prefill.step_until(lambda: "d" in decode.worker._report._output.finished_receiving)
+    decode.worker.start_load_kv(metadata)
+    decode.step_until(lambda: "d" in decode.received)
+    assert decode.received == {"d": len(PROMPT)}
+    for _ in range(20):
+        decode.step()
+    decode.finish("d")  # the harness compares the blocks once more
+    assert decode.stats.failures == {"duplicate": 1}
