@@ -10,6 +10,7 @@ from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 
 from pdserve.connectors.blocks.failures import Failure
@@ -59,47 +60,57 @@ class RedisServer:
         """
         deadline = self._clock() + self._timeout_s
         channels: dict[int, Channel] = {}
+        client: redis.Redis | redis.RedisCluster | None = None
         try:
-            in_order = [self._queue(command, channels, deadline) for command in commands]
+            # Held to the end: redis-py closes connections, also those in use, when a client is not held any more.
+            client = self._get_client()
+            in_order = [self._queue(client, command, channels, deadline) for command in commands]
             for channel in channels.values():
                 channel.flush()
             yield in_order
-        except (redis.RedisError, OSError, ProtocolError) as error:
+        except (redis.RedisError, RedisClusterException, OSError, ProtocolError) as error:
             if self._options.cluster:
                 self.close()  # the next exchange asks where everything is now
             raise ExchangeError(_classify(error)) from error
         finally:
+            is_current = client is self._client
             for channel in channels.values():
-                channel.close()
+                channel.close(keeps_connection=is_current)
 
     def note_move(self) -> None:
         """A key lies elsewhere than was thought: the next exchange asks where everything is now."""
         self.close()
 
     def close(self) -> None:
-        """Close all connections that no thread uses; idempotent."""
+        """Close all connections that no thread uses; who uses one closes it afterwards. Idempotent."""
         with self._lock:
             client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        if isinstance(client, redis.RedisCluster):
+            for node in client.get_nodes():
+                if node.redis_connection is not None:
+                    node.redis_connection.connection_pool.disconnect(inuse_connections=False)
+        elif client is not None:
+            client.connection_pool.disconnect(inuse_connections=False)
 
-    def _queue(self, command: Command, channels: dict[int, Channel], deadline: float) -> Channel:
-        pool = self._get_pool(command.key)
+    def _queue(
+        self,
+        client: redis.Redis | redis.RedisCluster,
+        command: Command,
+        channels: dict[int, Channel],
+        deadline: float,
+    ) -> Channel:
+        pool = _get_pool(client, command.key)
         channel = channels.get(id(pool))
         if channel is None:
             channel = channels[id(pool)] = Channel(pool, deadline, self._clock)
         channel.queue(command)
         return channel
 
-    def _get_pool(self, key: bytes) -> redis.ConnectionPool:
+    def _get_client(self) -> redis.Redis | redis.RedisCluster:
         with self._lock:
             if self._client is None:
                 self._client = self._build_client()
-            client = self._client
-        if isinstance(client, redis.RedisCluster):
-            client = client.get_redis_connection(client.get_node_from_key(key))
-        pool: redis.ConnectionPool = client.connection_pool
-        return pool
+            return self._client
 
     def _build_client(self) -> redis.Redis | redis.RedisCluster:
         address = self._options.url
@@ -123,6 +134,13 @@ class RedisServer:
         if address.unix_path:
             return redis.Redis(unix_socket_path=address.unix_path, db=address.db, **settings)
         return redis.Redis(host=address.host, port=address.port, db=address.db, **settings)
+
+
+def _get_pool(client: redis.Redis | redis.RedisCluster, key: bytes) -> redis.ConnectionPool:
+    if isinstance(client, redis.RedisCluster):
+        client = client.get_redis_connection(client.get_node_from_key(key))
+    pool: redis.ConnectionPool = client.connection_pool
+    return pool
 
 
 def _to_text(path: object | None) -> str | None:

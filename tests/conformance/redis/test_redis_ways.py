@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 import redis
 
+from pdserve.connectors.redis.channel import Command
+from pdserve.connectors.redis.options import parse_options
+from pdserve.connectors.redis.server import RedisServer
+from pdserve.connectors.testing import build_context
 from pdserve.connectors.testing.kv_content import TINY_SPEC
 from pdserve.connectors.testing.targets.redis_process import RedisProcess, find_free_port
+from pdserve.protocol import Role
 
 S = TINY_SPEC.block_size
 PROMPT = list(range(40 * S + 1))
@@ -111,6 +116,22 @@ def test_a_cluster(make_engine, run_server) -> None:
     engine = make_engine(num_blocks=128, **options)
     assert not engine.send("p", [1, *PROMPT])
     assert set(engine.stats.failures) <= {"unreachable", "timeout", "moved"}
+
+
+def test_who_uses_a_connection_keeps_it_to_the_end(server: RedisProcess) -> None:
+    """One thread asks where everything is now, while another's exchange is under way."""
+    own = RedisServer(parse_options(build_context(Role.PREFILL, {"url": server.url})), timeout_s=30.0)
+    watcher = redis.Redis(unix_socket_path=str(server.unix_path))
+    question = [Command(b"STRLEN", b"nothing")]
+    with own.exchange(question) as (channel,):
+        own.close()
+        assert channel.read_number() == 0
+    with own.exchange(question) as (channel,):
+        assert channel.read_number() == 0
+    names = [client["cmd"] for client in watcher.client_list()]
+    assert names.count("strlen") == 1  # the first connection is closed, the second waits for its next use
+    own.close()
+    watcher.close()
 
 
 def count_keys(node: RedisProcess) -> int:
