@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,6 +14,8 @@ from replay_service import Replay, Service
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+
+from pdserve.router.keys.api_key import ApiKey, digest_of, make_secret
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +158,25 @@ def test_status_is_bounded_and_has_no_text(service: Service) -> None:
     assert decode["tally"]["num_tokens"] == 9 * 60 + 39 * num_others
     assert decode["tally"]["num_cached_tokens"] == decode["tally"]["num_hittable_tokens"] > 0
     assert 0 <= decode["tally"]["least_event_age_ms"] < 1000
+
+
+def test_page_asks_for_a_key_where_one_is_needed(browser: Chrome, tmp_path: Path) -> None:
+    secret = make_secret()
+    (tmp_path / "api-keys").write_text(ApiKey("alice", digest_of(secret.encode())).format())
+    locked = Service(tmp_path)
+    locked.add("decode", "--instance-id", "decode-9")
+    try:
+        locked.start("--api-keys-file", str(tmp_path / "api-keys")).wait_for(0, 1)
+        browser.get(locked.url)
+        field = browser.find_element(By.ID, "key")
+        wait_until(field.is_displayed, "the page asking for a key")
+        assert "decode-9" not in browser.page_source
+        field.send_keys("not-the-key", Keys.ENTER)
+        wait_until(lambda: "not valid here" in text_of(browser, "#problem-text"), "the wrong key being refused")
+        field.send_keys(secret, Keys.ENTER)
+        wait_until(lambda: "decode-9" in text_of(browser, "#pool-decode"), "the pools being shown")
+        assert not field.is_displayed()
+        assert secret not in browser.page_source
+    finally:
+        locked.close()
+        read_console(browser)  # holds the refusals, which are no mistakes of the page

@@ -47,7 +47,7 @@ class ServedEngine:
         self.engine = EngineCore.build(config, role=role, engine_id=f"{role}@fuzz", on_progress=lambda _: None)
         self.inbox, self.counters = Inbox(), ServerCounters()
         self.context = zmq.Context()
-        settings = InstanceSettings(drain_timeout_s=0.0)
+        settings = InstanceSettings(drain_timeout_s=0.0, session_timeout_s=600.0)
         socket, self.port = bind_router_socket(self.context, "127.0.0.1", 0)
         ready = Ready(
             session="", instance_id="i", generation="g", role=role, model="tiny", identity=self.engine.identity,

@@ -149,7 +149,7 @@ class Router:
         pools = PoolSettings(decode=[f"127.0.0.1:{self.instance.port}"], heartbeat_interval_s=0.2, max_faults=0)
         self.settings = RouterSettings(
             pools=pools,
-            admission=AdmissionSettings(request_timeout_s=5.0, timeline_capacity=10),
+            admission=AdmissionSettings(request_timeout_s=20.0, timeline_capacity=10),
             handoff=HandoffSettings(failover_wait_s=3.0),
         )
         metrics = RouterMetrics()
