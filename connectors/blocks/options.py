@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.connectors.base import ConnectorContext
@@ -26,9 +27,10 @@ class TransferOptions:
         max_staging_bytes: bound of the memory that holds blocks on their way to the store.
         save_timeout_s: longest wait of a step for room in that memory; what finds none is not saved.
         load_timeout_s: a load that takes longer ends with what has come.
-        reader_threads: threads that load.
-        reader_nice: by how much the forward pass goes before them on a core that they share. At 13 two readers take
-            a tenth of it from a decode step; at 0 they would take two thirds.
+        reader_threads: threads that load; two, or one where there is a single core: each takes a turn from the decode
+            step in which a load begins.
+        reader_nice: by how much the forward pass goes before them on a core that they share. At 10 a reader takes a
+            tenth of it from decode steps; at 0 it would take half.
         writer_threads: threads that save.
     """
 
@@ -36,8 +38,8 @@ class TransferOptions:
     max_staging_bytes: int = 256 << 20
     save_timeout_s: float = 2.0
     load_timeout_s: float = 30.0
-    reader_threads: int = 2
-    reader_nice: int = 13
+    reader_threads: int = field(default_factory=lambda: min(2, _count_cores()))
+    reader_nice: int = 10
     writer_threads: int = 1
 
     def saves_as(self, role: Role) -> bool:
@@ -139,6 +141,11 @@ def parse_number(least: int, most: int) -> Parser:
         raise ValueError(f"give a whole number from {least} to {most}")
 
     return parse
+
+
+def _count_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 TRANSFER_PARSERS: dict[str, Parser] = {
