@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-# The shortest there is, some 50 µs: it ends the turn of a thread that steps back. Otherwise the system lets it run to the
-# end of a tick, which is 4 ms on many machines, before it looks who should.
+# The shortest there is, some 50 µs: it ends the turn of a thread that steps back. Otherwise the system lets it run
+# to the end of a tick, which is 4 ms on many machines, before it looks who should.
 _PAUSE_S = 1e-6
 
 
