@@ -38,29 +38,34 @@ struct KvMath<float> {
   using Scores = FloatMath;
 };
 
-// One row of values at a time, in `vectors` vectors of which the last may have `left` elements.
+// The columns from `dim` on: one row of values at a time, in `vectors` vectors of which the last may have `left`
+// elements.
 template <class Kv, int rows, int vectors>
-PDS_INLINE void add_columns(const float* probabilities, const Kv* values, int64_t count, int64_t head_dim, int64_t left,
-                            const Kv* ahead, float* acc, int64_t acc_width) {
+PDS_INLINE void add_columns(const float* probabilities, const KeyRun<Kv>* runs, int64_t num_runs, int64_t head_dim,
+                            int64_t dim, int64_t left, float* acc, int64_t acc_width) {
+  acc += dim;
   Vec sums[rows][vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) sums[r][v] = load(acc + r * acc_width + v * kWidth);
   }
-  for (int64_t k = 0; k < count; ++k) {
-    const Kv* value = values + k * head_dim;
-    Vec weight[vectors];
+  for (const KeyRun<Kv>* run = runs; run < runs + num_runs; ++run) {
+    const float* p = probabilities + run->key;
+    const Kv *value = run->from + dim, *ahead = run->ahead + dim;
+    for (int64_t k = 0; k < run->count; ++k, ++p, value += head_dim, ahead += head_dim) {
+      Vec weight[vectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) {
-      if (v * kWidth * sizeof(Kv) % 64 == 0) __builtin_prefetch(ahead + k * head_dim + v * kWidth, 0, 2);
-      weight[v] = load_some(value + v * kWidth, vectors > 1 ? kWidth : left);
-    }
+      for (int v = 0; v < vectors; ++v) {
+        if (v * kWidth * sizeof(Kv) % 64 == 0) __builtin_prefetch(ahead + v * kWidth, 0, 2);
+        weight[v] = load_some(value + v * kWidth, vectors > 1 ? kWidth : left);
+      }
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r) {
-      const Vec p = splat(probabilities[r * kTileKeys + k]);
+      for (int r = 0; r < rows; ++r) {
+        const Vec share = splat(p[r * kTileKeys]);
 #pragma GCC unroll 4
-      for (int v = 0; v < vectors; ++v) sums[r][v] = fma(p, weight[v], sums[r][v]);
+        for (int v = 0; v < vectors; ++v) sums[r][v] = fma(share, weight[v], sums[r][v]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -70,24 +75,24 @@ PDS_INLINE void add_columns(const float* probabilities, const Kv* values, int64_
   }
 }
 
-// acc [rows, head_dim] += probabilities [rows, count] @ values [count, head_dim], key by key as FloatMath does.
+// acc [rows, head_dim] += probabilities [rows, keys] @ values [keys, head_dim], key by key as FloatMath does.
 template <class Kv, int rows>
-void add_values(const float* probabilities, const Kv* values, int64_t count, int64_t head_dim, const Kv* ahead,
-                float* acc, int64_t acc_width) {
+void add_values(const float* probabilities, const KeyRun<Kv>* runs, int64_t num_runs, int64_t head_dim, float* acc,
+                int64_t acc_width) {
   constexpr int vectors = PDS_LEVEL >= 2 && rows <= 5 ? 4 : 2;
   int64_t dim = 0;
   for (; dim + vectors * kWidth <= head_dim; dim += vectors * kWidth) {
-    add_columns<Kv, rows, vectors>(probabilities, values + dim, count, head_dim, kWidth, ahead + dim, acc + dim, acc_width);
+    add_columns<Kv, rows, vectors>(probabilities, runs, num_runs, head_dim, dim, kWidth, acc, acc_width);
   }
   for (; dim < head_dim; dim += kWidth) {
-    add_columns<Kv, rows, 1>(probabilities, values + dim, count, head_dim, head_dim - dim, ahead + dim, acc + dim, acc_width);
+    add_columns<Kv, rows, 1>(probabilities, runs, num_runs, head_dim, dim, head_dim - dim, acc, acc_width);
   }
 }
 
 constexpr int64_t kFewRows = 8;
 
 template <class Kv>
-using AddValues = void (*)(const float*, const Kv*, int64_t, int64_t, const Kv*, float*, int64_t);
+using AddValues = void (*)(const float*, const KeyRun<Kv>*, int64_t, int64_t, float*, int64_t);
 
 template <class Kv>
 AddValues<Kv> few_rows_function(int64_t rows) {
@@ -215,7 +220,7 @@ class ItemWork {
       const int64_t seen = least(tile.num_keys, position_of(row + count - 1) + 1 - tile.first_key);
       if (seen <= 0) continue;
       const int64_t index = (head - item_.first_head) * rows_ + row;
-      score_rows(index, row, count, seen, tile.first_key);
+      score_rows(index, row, count, seen, head, tile);
       if (rows_ > kFewRows) {
         add_packed_values(index, count, seen);
       } else {
@@ -225,18 +230,18 @@ class ItemWork {
   }
 
   // Probabilities of the `seen` first keys of the tile at `first_key`, for `count` rows.
-  void score_rows(int64_t index, int64_t row, int64_t count, int64_t seen, int64_t first_key) {
+  void score_rows(int64_t index, int64_t row, int64_t count, int64_t seen, int64_t head, const KeyTile<Kv>& tile) {
     const TileFunction<Scores> multiply = tile_function<Scores>(count);
     const Row* queries = queries_ + index * head_dim_;
     float* acc = acc_ + index * acc_width_;
-    const Ahead nothing{reinterpret_cast<const char*>(queries), 0};
     for (int64_t key = 0; key < seen; key += kPanel) {
-      multiply(queries, head_dim_, key_panels_ + key * head_dim_, head_dim_ / 2, scores_ + key, kTileKeys, false, nothing);
+      multiply(queries, head_dim_, key_panels_ + key * head_dim_, head_dim_ / 2, scores_ + key, kTileKeys, false,
+               tile.scores_ahead(head, key));
     }
     const int64_t width = round_up(seen, kPanel);
     const float scale = call_.heads->scale * 1.44269504088896341f;
     for (int64_t r = 0; r < count; ++r) {
-      update_row(scores_ + r * kTileKeys, least(seen, position_of(row + r) + 1 - first_key), width, scale,
+      update_row(scores_ + r * kTileKeys, least(seen, position_of(row + r) + 1 - tile.first_key), width, scale,
                  states_[index + r], acc + r * acc_width_, acc_width_);
     }
   }
@@ -251,11 +256,10 @@ class ItemWork {
   }
 
   void add_values_in_place(int64_t index, int64_t count, int64_t head, const KeyTile<Kv>& seen) {
-    const AddValues<Kv> add = few_rows_function<Kv>(count);
-    float* acc = acc_ + index * acc_width_;
-    seen.for_each_run(head, 1, [&](const Kv* values, int64_t key, int64_t run, const Kv* ahead) {
-      add(scores_ + key, values, run, head_dim_, ahead, acc, acc_width_);
-    });
+    KeyRun<Kv> runs[kTileKeys];
+    int64_t num_runs = 0;
+    seen.for_each_run(head, 1, [&](const KeyRun<Kv>& run) { runs[num_runs++] = run; });
+    few_rows_function<Kv>(count)(scores_, runs, num_runs, head_dim_, acc_ + index * acc_width_, acc_width_);
   }
 
   void store_results() {

@@ -121,6 +121,14 @@ PDS_INLINE void widen_row(const float* from, int64_t count, float* to) {
   memcpy(to, from, static_cast<size_t>(count) * sizeof *to);
 }
 
+// Keys or values that lie side by side.
+template <class Kv>
+struct KeyRun {
+  const Kv* from;
+  int64_t key, count;  // counted from the tile's first
+  const Kv* ahead;     // what is read a tile's length later, as long
+};
+
 // Keys [first_key, first_key + num_keys) of an item.
 template <class Kv>
 struct KeyTile {
@@ -128,10 +136,9 @@ struct KeyTile {
   int64_t item;
   int64_t first_key, num_keys;
 
-  // Calls visit(from, key, count, ahead) for each stretch of keys (part 0) or values (part 1) that lie side by side;
-  // `key` counts from the tile's first. `ahead` is what will be read a tile's length later, perhaps of a later item:
-  // asked for line by line as this stretch's lines are read it arrives in time; asked for all at once, or left to the
-  // processor, most of it does not (measured: a third of the rate).
+  // Calls visit(run) for each run of keys (part 0) or values (part 1). What is ahead may be a later item's: asked for
+  // line by line as this run's lines are read it arrives in time; asked for all at once, or left to the processor,
+  // most of it does not (measured: a third of the rate).
   template <class Visit>
   void for_each_run(int64_t head, int64_t part, Visit visit) const {
     const int64_t block_size = int64_t{1} << call->kv->block_shift, offset = part * call->kv->value_stride;
@@ -140,7 +147,7 @@ struct KeyTile {
       const int64_t count = least(block_size - (position & (block_size - 1)), num_keys - key);
       const Kv* from = find(item, head, position) + offset;
       const Kv* ahead = find_ahead(head, position);
-      visit(from, key, count, ahead == nullptr ? from : ahead + offset);
+      visit(KeyRun<Kv>{from, key, count, ahead == nullptr ? from : ahead + offset});
       key += count;
     }
   }
@@ -151,12 +158,15 @@ struct KeyTile {
     const int64_t words = head_dim * static_cast<int64_t>(sizeof(Kv)) / 4, panel_words = words * kPanel;
     auto* to = reinterpret_cast<uint32_t*>(panels);
     if (num_keys % kPanel != 0) memset(to + num_keys / kPanel * panel_words, 0, static_cast<size_t>(panel_words) * 4);
-    for_each_run(head, 0, [&](const Kv* keys, int64_t key, int64_t count, const Kv* ahead) {
-      for (int64_t done = 0, part; done < count; done += part) {
-        const int64_t column = (key + done) % kPanel;
-        part = least(kPanel - column, count - done);
-        transpose_keys(as_words(keys + done * head_dim), words, part, as_words(ahead + done * head_dim),
-                       to + (key + done) / kPanel * panel_words + column);
+    for_each_run(head, 0, [&](const KeyRun<Kv>& run) {
+      for (int64_t done = 0, part; done < run.count; done += part) {
+        const int64_t column = (run.key + done) % kPanel;
+        part = least(kPanel - column, run.count - done);
+        // What is ahead of a panel's first keys is asked for later, see `scores_ahead`: all of it here is more than
+        // memory gives in the time.
+        const Kv* ahead = column < kPanel / 2 ? run.from : run.ahead;
+        transpose_keys(as_words(run.from + done * head_dim), words, part, as_words(ahead + done * head_dim),
+                       to + (run.key + done) / kPanel * panel_words + column);
       }
     });
   }
@@ -164,17 +174,24 @@ struct KeyTile {
   // Panels of 32 dims, each [kTileKeys][32], zeros for one key behind the last.
   void pack_values(int64_t head, float* panels) const {
     const int64_t head_dim = call->heads->head_dim;
-    for_each_run(head, 1, [&](const Kv* values, int64_t key, int64_t count, const Kv*) {
-      for (int64_t k = 0; k < count; ++k) {
-        float* to = panels + (key + k) * kPanel;
+    for_each_run(head, 1, [&](const KeyRun<Kv>& run) {
+      for (int64_t k = 0; k < run.count; ++k) {
+        float* to = panels + (run.key + k) * kPanel;
         for (int64_t dim = 0; dim < head_dim; dim += kPanel, to += kTileKeys * kPanel) {
-          widen_row(values + k * head_dim + dim, least(kPanel, head_dim - dim), to);
+          widen_row(run.from + k * head_dim + dim, least(kPanel, head_dim - dim), to);
         }
       }
     });
     for (int64_t dim = 0; num_keys < kTileKeys && dim < head_dim; dim += kPanel) {
       memset(panels + dim * kTileKeys + num_keys * kPanel, 0, kPanel * sizeof(float));
     }
+  }
+
+  // What is ahead of a panel's first keys, asked for while its scores are computed.
+  Ahead scores_ahead(int64_t head, int64_t key) const {
+    const Kv* ahead = find_ahead(head, first_key + key);
+    if (ahead == nullptr) ahead = find(item, head, first_key + key);
+    return {reinterpret_cast<const char*>(ahead), 64};
   }
 
  private:

@@ -56,8 +56,8 @@ struct PairProduct {
   Rows x;
   int64_t steps;  // pairs
 
-  static constexpr int64_t kStepInputs = 2;
-  static constexpr int64_t kRowStepBytes = 2 * sizeof(LinearRow);
+  int64_t row_bytes() const { return steps * 2 * static_cast<int64_t>(sizeof(LinearRow)); }
+  int64_t panel_bytes() const { return steps * 2 * kPanel * static_cast<int64_t>(sizeof(Panel)); }
 
   void multiply(int64_t row, int64_t rows, const Panel* panel, float* sums, Ahead ahead) const {
     tile_function<LinearMath<Weight>>(rows)(x.data + row * x.stride, x.stride, panel, steps, sums, kPanel, false, ahead);
@@ -70,8 +70,8 @@ struct QuadProduct {
   Int8Rows x;
   int64_t steps;  // quads
 
-  static constexpr int64_t kStepInputs = 4;
-  static constexpr int64_t kRowStepBytes = 4;
+  int64_t row_bytes() const { return steps * 4; }
+  int64_t panel_bytes() const { return steps * 4 * kPanel; }
 
   void multiply(int64_t row, int64_t rows, const Panel* panel, float* sums, Ahead ahead) const {
     int8_tile_function(rows)(x, row, panel, steps, sums, ahead);
@@ -104,65 +104,39 @@ void finish_tile(const float* sums, int64_t rows, int64_t first, const Linear& l
   }
 }
 
-// A part of the panels that stays in the second-level cache while rows pass over it.
-struct Part {
-  int64_t first_panel, num_panels;
-  const char* stored;  // as the layer keeps it: what lies behind is fetched meanwhile
-  int64_t stored_bytes;
-};
-
-// Tile by tile, so that a tile's rows stay in the first-level cache while all panels of the part pass over them.
+// A part of the panels that stays in the second-level cache while rows pass over it: tile by tile, so that a tile's rows
+// stay in the first-level cache while all panels of the part pass over them.
 template <class Product, class Out>
-void multiply_part(const Product& product, const LinearCall<Out>& call, const Part& part,
-                   const typename Product::Panel* panels, const Cut& tiles, int64_t begin) {
-  const int64_t panel_elements = product.steps * kPanel * Product::kStepInputs;
-  const int64_t panel_bytes = part.stored_bytes / part.num_panels, step_bytes = panel_bytes / product.steps;
+void multiply_part(const Product& product, const LinearCall<Out>& call, int64_t first_panel, int64_t num_panels,
+                   const Cut& tiles, int64_t begin) {
+  const int64_t panel_bytes = product.panel_bytes(), step_bytes = panel_bytes / product.steps;
+  const auto* panels = static_cast<const char*>(call.layer->panels) + first_panel * panel_bytes;
+  const char* next = panels + num_panels * panel_bytes;
   float sums[kTileRows * kPanel];
   for (int64_t t = 0; t < tiles.parts; ++t) {
     const int64_t row = begin + tiles.begin(t), rows = begin + tiles.begin(t + 1) - row;
-    for (int64_t p = 0; p < part.num_panels; ++p) {
-      const int64_t fetched = (t * part.num_panels + p) * panel_bytes / tiles.parts;
-      const Ahead ahead = tiles.parts == 1 ? Ahead{part.stored + p * panel_bytes + kAheadBytes, step_bytes}
-                                           : Ahead{part.stored + part.stored_bytes + fetched, step_bytes / tiles.parts + 1};
-      product.multiply(row, rows, panels + p * panel_elements, sums, ahead);
-      finish_tile(sums, rows, (part.first_panel + p) * kPanel, *call.layer, call.out + row * call.out_stride,
-                  call.out_stride);
+    for (int64_t p = 0; p < num_panels; ++p) {
+      const char* panel = panels + p * panel_bytes;
+      const int64_t fetched = (t * num_panels + p) * panel_bytes / tiles.parts;
+      const Ahead ahead = tiles.parts == 1 ? Ahead{panel + kAheadBytes, step_bytes}
+                                           : Ahead{next + fetched, step_bytes / tiles.parts + 1};
+      product.multiply(row, rows, reinterpret_cast<const typename Product::Panel*>(panel), sums, ahead);
+      finish_tile(sums, rows, (first_panel + p) * kPanel, *call.layer, call.out + row * call.out_stride, call.out_stride);
     }
   }
-}
-
-// A part that many rows pass over is widened once; few rows take its weights as they are.
-template <class Out>
-void multiply_part(const PairProduct<int8_t>& product, const LinearCall<Out>& call, const Part& part, const Cut& tiles,
-                   int64_t begin) {
-  const auto* panels = reinterpret_cast<const int8_t*>(part.stored);
-  const int64_t pairs = part.num_panels * product.steps;
-  auto* wide = tiles.parts == 1 ? nullptr : static_cast<uint16_t*>(pds::scratch(pds::kPanels, static_cast<size_t>(pairs * kPanel * 4)));
-  if (wide == nullptr) return multiply_part(product, call, part, panels, tiles, begin);
-  widen_panels(panels, pairs, wide);
-  multiply_part(PairProduct<uint16_t>{product.x, product.steps}, call, part, wide, tiles, begin);
-}
-template <class Product, class Out>
-void multiply_part(const Product& product, const LinearCall<Out>& call, const Part& part, const Cut& tiles, int64_t begin) {
-  multiply_part(product, call, part, reinterpret_cast<const typename Product::Panel*>(part.stored), tiles, begin);
 }
 
 // All rows times the panels [first_panel, last_panel).
 template <class Product, class Out>
 void multiply_panels(const Product& product, const LinearCall<Out>& call, int64_t first_panel, int64_t last_panel) {
-  using Panel = typename Product::Panel;
-  const int64_t row_bytes = product.steps * Product::kRowStepBytes;
-  const int64_t panel_elements = product.steps * kPanel * Product::kStepInputs;
-  const int64_t panel_bytes = panel_elements * static_cast<int64_t>(sizeof(Panel));
-  const Cut blocks(call.rows, (kRowBlockBytes / row_bytes / kTileRows + 1) * kTileRows);
-  const Cut parts(last_panel - first_panel, kPartBytes / panel_bytes + 1);
+  const Cut blocks(call.rows, (kRowBlockBytes / product.row_bytes() / kTileRows + 1) * kTileRows);
+  const Cut parts(last_panel - first_panel, kPartBytes / product.panel_bytes() + 1);
   for (int64_t b = 0; b < blocks.parts; ++b) {
     const int64_t begin = blocks.begin(b);
     const Cut tiles(blocks.begin(b + 1) - begin, kTileRows);
     for (int64_t p = 0; p < parts.parts; ++p) {
-      const int64_t first = first_panel + parts.begin(p), count = first_panel + parts.begin(p + 1) - first;
-      const char* stored = static_cast<const char*>(call.layer->panels) + first * panel_bytes;
-      multiply_part(product, call, {first, count, stored, count * panel_bytes}, tiles, begin);
+      const int64_t first = first_panel + parts.begin(p);
+      multiply_part(product, call, first, first_panel + parts.begin(p + 1) - first, tiles, begin);
     }
   }
 }

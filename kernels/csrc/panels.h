@@ -74,18 +74,4 @@ void pack_linear(const uint16_t* weight, int64_t weight_stride, const Linear& la
   }
 }
 
-// Panels of kInt8 as kBfloat16 has them, without the scale.
-void widen_panels(const int8_t* panels, int64_t pairs, uint16_t* to) {
-  for (int64_t k = 0; k < pairs; ++k, panels += 2 * kPanel, to += 2 * kPanel) {
-#if PDS_LEVEL == 3
-    for (int o = 0; o < kPanel; o += kWidth) {
-      const __m512bh weights = load_pairs(panels + o);
-      memcpy(to + 2 * o, &weights, sizeof weights);
-    }
-#else
-    for (int i = 0; i < 2 * kPanel; ++i) to[i] = narrow(panels[i % 2 * kPanel + i / 2]);
-#endif
-  }
-}
-
 }  // namespace
