@@ -67,7 +67,7 @@ class TestMultiOfADirectOneAndAStore(Suite):
     connector = "multi"
     parts = ("nixl", "shared_storage")
     connector_options: ClassVar[Mapping[str, Any]] = {
-        "children": [{"connector": "nixl", "options": {"answer_timeout_s": 5.0}}, {"connector": "shared_storage"}]
+        "children": [{"connector": "nixl"}, {"connector": "shared_storage"}]
     }
     max_level = Level.FAULTS
 

@@ -22,7 +22,7 @@ from pdserve.connectors.testing.faults.link import Damage
 from pdserve.connectors.testing.target import ConformanceTarget
 from pdserve.connectors.testing.violations import NotOfferedError
 
-_OPTIONS = {"answer_timeout_s": 1.0}
+_OPTIONS = {"answer_timeout_s": 3.0}
 _PAUSE_S = 0.001
 
 
