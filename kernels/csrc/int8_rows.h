@@ -64,7 +64,8 @@ Int8Rows round_rows(const uint16_t* x, int64_t x_stride, int64_t rows, int64_t i
   return to;
 }
 
-// A lane holds the sum of an output, four weights of it without sign, or four inputs with one.
+// A lane holds the sum of an output, four weights of it without sign, or four inputs with one. Not __m512i, whose lanes
+// are of 64 bits: GCC 12 keeps accumulators of that type in memory.
 typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
 PDS_INLINE Ints splat_int(int32_t x) { return Ints{} + x; }
 PDS_INLINE Vec to_floats(Ints v) { return __builtin_convertvector(v, Vec); }
@@ -102,11 +103,9 @@ PDS_INLINE Ints add_quads(Ints acc, const Quads& weights, const Quads& inputs) {
 #endif
 
 // sums [rows, kVectors * kWidth] (+)= x [rows, 4 * quads] @ weights, of one group.
-// A function of its own, or the compiler keeps the accumulators in memory.
 template <int rows>
-__attribute__((noinline)) void multiply_group(const int8_t* x, int64_t x_stride, const RowGroup* groups,
-                                              int64_t groups_stride, const uint8_t* weights, int64_t quads, float* sums,
-                                              bool accumulate, Ahead ahead) {
+void multiply_group(const int8_t* x, int64_t x_stride, const RowGroup* groups, int64_t groups_stride,
+                    const uint8_t* weights, int64_t quads, float* sums, bool accumulate, Ahead ahead) {
   Ints acc[rows][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < rows; ++r) {
