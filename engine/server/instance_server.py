@@ -36,7 +36,10 @@ from pdserve.protocol import AddRequest, RequestOutput, StepOutputs
 
 logger = logging.getLogger(__name__)
 
-_TRANSFER_POLL_S = 0.0015
+# Transfers are looked at often when they are new and seldom when they last: after a quarter of the time so far.
+_MIN_TRANSFER_POLL_S = 0.0002
+_MAX_TRANSFER_POLL_S = 0.0015
+_TRANSFER_POLL_SHARE = 0.25
 
 
 class Phase(enum.StrEnum):
@@ -85,6 +88,8 @@ class InstanceServer:
         self._listeners: set[int] = set()
         """Sessions that hear how the prefix index changes."""
         self._load = engine.get_load()
+        self._busy_s = time.monotonic()
+        """When something last happened but waiting for transfers."""
         self._drain_deadline_s: float | None = None
         self._warnings = RateLimitedWarning(logger)
 
@@ -111,8 +116,11 @@ class InstanceServer:
         for command in commands:
             self._handle(command)
         outputs: list[RequestOutput] = []
+        is_busy = bool(commands) or self._engine.has_work()
         if self._engine.has_work() or self._engine.has_transfers():
             outputs = self._engine.step()
+        if is_busy:
+            self._busy_s = time.monotonic()
         if self._watchdog is not None:
             self._watchdog.poll()
         if outputs or commands:
@@ -125,7 +133,8 @@ class InstanceServer:
         if self._engine.has_work():
             return 0
         if self._engine.has_transfers():
-            return _TRANSFER_POLL_S
+            waited_s = time.monotonic() - self._busy_s
+            return min(max(waited_s * _TRANSFER_POLL_SHARE, _MIN_TRANSFER_POLL_S), _MAX_TRANSFER_POLL_S)
         waits_s = [] if self._watchdog is None else [self._watchdog.get_wait_s()]
         if self._drain_deadline_s is not None:
             waits_s.append(max(self._drain_deadline_s - time.monotonic(), 0))
