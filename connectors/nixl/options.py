@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.connectors.base import ConnectorContext
-from pdserve.connectors.blocks.options import Parser, parse_seconds, parse_text, parse_values
+from pdserve.connectors.blocks.options import Parser, parse_number, parse_seconds, parse_text, parse_values
 from pdserve.errors import ConfigError
 from pdserve.peers.curve import Curve, Flags, read_curve
 
@@ -31,6 +31,7 @@ class NixlOptions:
         allowed_peers: addresses and networks that KV is exchanged with.
         lease_s: blocks wait this long for a consumer's first or next sign of life.
         answer_timeout_s: an answer or a piece of KV that takes longer ends the load.
+        reader_nice: by how much a decode engine's forward pass goes before its reads on a core that they share.
         curve: keys of this engine and of those that KV is exchanged with; None = the side channel is not encrypted.
     """
 
@@ -40,6 +41,7 @@ class NixlOptions:
     allowed_peers: tuple[str, ...] = _LOOPBACK_NETWORKS
     lease_s: float = 60.0
     answer_timeout_s: float = 5.0
+    reader_nice: int = 10
     curve: Curve | None = None
 
     @property
@@ -112,6 +114,7 @@ _PARSERS: dict[str, Parser] = {
     "allowed_peers": _parse_peers,
     "lease_s": _parse_positive_seconds,
     "answer_timeout_s": _parse_positive_seconds,
+    "reader_nice": parse_number(0, 19),
     "curve_secret_key": parse_text,
     "curve_peer_keys": parse_text,
 }

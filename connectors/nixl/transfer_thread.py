@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from pdserve.connectors.blocks.task_threads import step_back
 from pdserve.connectors.nixl.agent import TransferAgent
 from pdserve.connectors.nixl.channels import ProducerChannels
 from pdserve.connectors.nixl.consumer import Consumer
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 1.0
 _POLL_UNIT_S = 0.001
-_BACKGROUND_READ_PAUSE_S = 20e-6
+# Until a read that goes on in the background is looked at again; it also ends the turn of a thread that steps back.
+_READ_PAUSE_S = 20e-6
 _CHECKSUM_JOIN_S = 1.0
 
 
@@ -80,12 +82,19 @@ class TransferThread:
         self._side = side
         self._report = report
         self._clock = clock
+        self._nice = 0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
         sockets.poller.register(wake_up.fd, zmq.POLLIN)
 
-    def start(self) -> None:
-        """Begin."""
+    def start(self, nice: int = 0) -> None:
+        """Begin.
+
+        Args:
+            nice: how far it steps back for others, see `pdserve.connectors.blocks.task_threads.step_back`; the thread
+                for checksums, which it starts, inherits that.
+        """
+        self._nice = nice
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
@@ -98,6 +107,7 @@ class TransferThread:
         self._is_stopping = True
 
     def _run(self) -> None:
+        step_back(self._nice)
         try:
             while not self._is_stopping:
                 self._turn()
@@ -145,7 +155,7 @@ class TransferThread:
     def _get_wait_s(self) -> float:
         """Until something is due."""
         if self._consumer.wants_to_run:
-            return _BACKGROUND_READ_PAUSE_S if self._consumer.is_waiting_for_read else 0.0
+            return _READ_PAUSE_S if self._consumer.is_waiting_for_read or self._nice else 0.0
         wait_s = _LONGEST_WAIT_S
         dues = [self._consumer.next_due]
         if self._side is not None:

@@ -92,7 +92,7 @@ class NixlWorker:
             report=self._report,
             clock=time.monotonic,
         )
-        self._thread.start()
+        self._thread.start(self._options.reader_nice if socket is None else 0)
 
     def start_load_kv(self, metadata: StepMetadata) -> None:
         """Pass the step's wishes on.
