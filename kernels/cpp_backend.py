@@ -18,12 +18,13 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
+from pdserve.kernels import torch_operators
 from pdserve.kernels.base import AttentionMetadata, LinearWeight
+from pdserve.kernels.cpp_attention import CppAttention
 from pdserve.kernels.cpp_decoder import CppDecoder
-from pdserve.kernels.cpp_step import CppAttention, build_heads, build_step
 from pdserve.kernels.decoder import DecoderShape, LayerWeights
 from pdserve.kernels.linear_format import LINEAR_FORMATS, build_linear
-from pdserve.kernels.native_library import choose_variant, load_library, require_done
+from pdserve.kernels.native_library import choose_variant
 from pdserve.kernels.weight_memory import WeightMemory
 
 NUMERICS_VERSION = 1
@@ -43,14 +44,13 @@ class CppBackend:
     """
 
     def __init__(self, variant: str | None = None, num_threads: int | None = None, quantization: str = "none") -> None:
-        chosen = choose_variant(variant)
-        self._variant = chosen.name
-        self._library = load_library(chosen)
+        self._variant = choose_variant(variant).name
+        self._library = torch_operators.get_library(self._variant)
         self._num_threads = num_threads
         self._memory = WeightMemory()
         self._format = LINEAR_FORMATS[quantization]
         arithmetic = "bfloat16" if quantization == "none" else f"bfloat16-{quantization}"
-        self._numerics = f"cpp/{NUMERICS_VERSION}/{chosen.name}/{arithmetic}/{self._probe_digest()}"
+        self._numerics = f"cpp/{NUMERICS_VERSION}/{self._variant}/{arithmetic}/{self._probe_digest()}"
 
     @property
     def name(self) -> str:
@@ -87,83 +87,48 @@ class CppBackend:
 
     def linear(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
         """See `KernelBackend.linear`."""
-        out_TO = torch.empty(x_TD.shape[0], weight.out_features, dtype=torch.bfloat16)
-        return self._multiply(self._library.pds_linear, x_TD, weight, out_TO)
+        return self._multiply(x_TD, weight, torch.empty(x_TD.shape[0], weight.out_features, dtype=torch.bfloat16))
 
     def linear_float32(self, x_TD: Tensor, weight: LinearWeight, out_TO: Tensor | None = None) -> Tensor:
         """See `KernelBackend.linear_float32`: the accumulators as they are."""
         if out_TO is None:
             out_TO = torch.empty(x_TD.shape[0], weight.out_features, dtype=torch.float32)
         assert out_TO.dtype == torch.float32
-        return self._multiply(self._library.pds_linear_float32, x_TD, weight, out_TO)
+        return self._multiply(x_TD, weight, out_TO)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `KernelBackend.rms_norm`."""
-        x, width = _require_plain(x), x.shape[-1]
-        assert weight.shape == (width,)
-        out = torch.empty_like(x)
-        self._library.pds_rms_norm(
-            x.data_ptr(),
-            x.numel() // width,
-            width,
-            _require_plain(weight).data_ptr(),
-            eps,
-            out.data_ptr(),
-            self.get_num_threads(),
+        normed: Tensor = torch_operators.rms_norm(
+            x.contiguous(), weight.contiguous(), eps, self._variant, self.get_num_threads()
         )
-        return out
+        return normed
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See `KernelBackend.add_rms_norm`."""
-        assert residual_TD.is_contiguous()
-        assert residual_TD.dtype == torch.bfloat16
-        assert x_TD.shape == residual_TD.shape
-        assert weight_D.shape == residual_TD.shape[1:]
-        out = torch.empty_like(residual_TD)
-        self._library.pds_add_rms_norm(
-            _require_plain(x_TD).data_ptr(),
-            residual_TD.data_ptr(),
-            *residual_TD.shape,
-            _require_plain(weight_D).data_ptr(),
-            eps,
-            out.data_ptr(),
-            self.get_num_threads(),
+        normed_TD: Tensor = torch_operators.add_rms_norm(
+            x_TD.contiguous(), residual_TD, weight_D.contiguous(), eps, self._variant, self.get_num_threads()
         )
-        return out
+        return normed_TD
 
     def build_plan(self, metadata: AttentionMetadata, kv_cache: Tensor, num_heads: int, scale: float) -> CppAttention:
         """See `KernelBackend.build_plan`."""
-        _, _, _, num_kv_heads, _, head_dim = kv_cache.shape
-        heads = build_heads(num_heads, num_kv_heads, head_dim, scale)
-        return CppAttention(self._library, build_step(metadata, self.get_num_threads()), heads)
+        return CppAttention(metadata, scale, self._variant, self.get_num_threads())
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """See `KernelBackend.silu_mul`."""
-        gate_up_T2I = _require_plain(gate_up_T2I)
-        num_tokens, width = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
-        out_TI = torch.empty(num_tokens, width, dtype=torch.bfloat16)
-        self._library.pds_silu_mul(gate_up_T2I.data_ptr(), num_tokens, width, out_TI.data_ptr(), self.get_num_threads())
-        return out_TI
+        product_TI: Tensor = torch_operators.silu_mul(gate_up_T2I.contiguous(), self._variant, self.get_num_threads())
+        return product_TI
 
     def build_decoder(self, layers: Sequence[LayerWeights], final_norm: Tensor, shape: DecoderShape) -> CppDecoder:
         """See `pdserve.kernels.decoder.FusingBackend.build_decoder`."""
         return CppDecoder(self._library, layers, final_norm, shape, self.get_num_threads)
 
-    def _multiply(self, function: object, x_TD: Tensor, weight: LinearWeight, out_TO: Tensor) -> Tensor:
-        assert callable(function)
-        x_TD = _require_rows(x_TD)
+    def _multiply(self, x_TD: Tensor, weight: LinearWeight, out_TO: Tensor) -> Tensor:
         assert x_TD.shape[1] == weight.in_features
-        assert out_TO.shape == (x_TD.shape[0], weight.out_features)
-        assert out_TO.is_contiguous()
-        status = function(
-            x_TD.data_ptr(),
-            x_TD.stride(0),
-            x_TD.shape[0],
-            byref(build_linear(weight)),
-            out_TO.data_ptr(),
-            self.get_num_threads(),
+        assert out_TO.shape[1] == weight.out_features
+        torch_operators.linear(
+            _require_rows(x_TD), weight.data, weight.scales, weight.bias, out_TO, self._variant, self.get_num_threads()
         )
-        require_done(status)
         return out_TO
 
     def _probe_digest(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.base import AttentionMetadata, Rotation
-from pdserve.kernels.cpp_step import build_heads, build_kv_layer, build_step, set_rotation
+from pdserve.kernels.cpp_step import CppStep, build_heads, build_kv_layer, set_rotation
 from pdserve.kernels.decoder import DecoderShape, LayerHook, LayerWeights
 from pdserve.kernels.linear_format import build_linear
 from pdserve.kernels.native_library import NativeDecoder, NativeLayer, require_done
@@ -67,8 +67,9 @@ class CppDecoder:
         assert residual_TD.shape == (metadata.query_start_loc[-1], native.hidden_size)
         assert kv_cache.shape[1] == native.num_layers
         assert kv_cache.shape[4] == metadata.block_size
-        step = build_step(metadata, self._get_num_threads())
-        set_rotation(step, rotation)
+        step = CppStep.of(metadata)
+        native_step = step.build_native(self._get_num_threads())
+        set_rotation(native_step, rotation)
         kv_layer = build_kv_layer(kv_cache[:, 0])
         hidden_TD = torch.empty_like(residual_TD)
         self._reserve(residual_TD.shape[0])
@@ -76,7 +77,7 @@ class CppDecoder:
         def run(first_stage: int, last_stage: int) -> None:
             status = self._library.pds_decode_layers(
                 byref(native),
-                byref(step.native),
+                byref(native_step),
                 byref(kv_layer),
                 kv_cache.stride(1),
                 residual_TD.data_ptr(),

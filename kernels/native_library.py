@@ -1,8 +1,6 @@
 """The compiled kernels as Python calls them: found or compiled, loaded, their structures and signatures.
 
-ctypes calls a plain C function in about a microsecond and lets other Python threads run meanwhile. Registered as
-torch operators the same functions cost 2 to 8 microseconds more a call (measured), which a decode step of 30 layers
-would pay 200 times; nothing here is traced or differentiated, so an operator would give nothing back.
+ctypes calls a plain C function in about a microsecond and lets other Python threads run meanwhile.
 """
 
 from __future__ import annotations
