@@ -1,12 +1,11 @@
-"""Steps of the default model with each quantisation of its weights, taken in turn.
+"""Steps of the default model with each quantisation of its weights, in turn: ``python benchmarks/quantized_steps.py``.
 
 Ratios that other load on the machine disturbs least: times are the processor's, the least of many tries.
-Run: ``python benchmarks/quantized_steps.py [TRIES]``.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from dataclasses import dataclass
 
@@ -61,7 +60,9 @@ def measure_s(model: CausalLM, step: Step, kv_cache: torch.Tensor) -> float:
 
 def main() -> None:
     """Measure and print."""
-    tries = int(sys.argv[1]) if len(sys.argv) > 1 else 12
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tries", type=int, default=12)
+    tries = parser.parse_args().tries
     torch.set_num_threads(1)
     directory = prepare_weights(resolve_model(ModelSettings.model), "bfloat16")
     models = {name: load_model(directory, DTYPE, get_backend(CPP, DTYPE, name)) for name in LINEAR_FORMATS}

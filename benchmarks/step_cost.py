@@ -128,7 +128,7 @@ def measure(core: EngineCore, library: TimedLibrary, batch: int, num_steps: int)
 
 def main() -> None:
     """Print a row for each batch size."""
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
