@@ -124,11 +124,7 @@ class CppBackend:
         return CppDecoder(self._library, layers, final_norm, shape, self.get_num_threads)
 
     def _multiply(self, x_TD: Tensor, weight: LinearWeight, out_TO: Tensor) -> Tensor:
-        assert x_TD.shape[1] == weight.in_features
-        assert out_TO.shape[1] == weight.out_features
-        torch_operators.linear(
-            _require_rows(x_TD), weight.data, weight.scales, weight.bias, out_TO, self._variant, self.get_num_threads()
-        )
+        torch_operators.multiply(self._library, _require_rows(x_TD), weight, out_TO, self.get_num_threads())
         return out_TO
 
     def _probe_digest(self) -> str:

@@ -54,12 +54,17 @@ def linear(
         variant: instruction set.
         num_threads: compute threads.
     """
+    weight = LinearWeight(panels, bias_O, x_TD.shape[1], out_TO.shape[1], scales)
+    multiply(get_library(variant), x_TD, weight, out_TO, num_threads)
+
+
+def multiply(library: ctypes.CDLL, x_TD: Tensor, weight: LinearWeight, out_TO: Tensor, num_threads: int) -> None:
+    """`linear` without torch between: each step's logits are computed so."""
     assert x_TD.dtype == torch.bfloat16
     assert x_TD.stride(1) == 1
+    assert x_TD.shape[1] == weight.in_features
     assert out_TO.is_contiguous()
-    assert out_TO.shape[0] == x_TD.shape[0]
-    weight = LinearWeight(panels, bias_O, x_TD.shape[1], out_TO.shape[1], scales)
-    library = get_library(variant)
+    assert out_TO.shape == (x_TD.shape[0], weight.out_features)
     function = library.pds_linear if out_TO.dtype == torch.bfloat16 else library.pds_linear_float32
     native = byref(build_linear(weight))
     require_done(function(x_TD.data_ptr(), x_TD.stride(0), x_TD.shape[0], native, out_TO.data_ptr(), num_threads))

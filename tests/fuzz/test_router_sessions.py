@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -211,7 +210,6 @@ def router() -> Iterator[Router]:
 
 
 def test_lying_instances_cost_their_own_requests_only(router: Router, caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("pdserve").propagate = True
     honest = router.ask([])
     assert honest.status_code == 200
     expected = honest.json()["choices"]

@@ -167,7 +167,6 @@ def test_case_39_clients_transfer_parameters_are_stripped(path: str) -> None:
 
 
 def test_case_40_decode_that_computes_all_prompts_again_is_seen(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("pdserve").propagate = True
     with caplog.at_level(logging.WARNING, "pdserve"):
         sent = send(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4}, finds_kv=False)
     assert sent.answer.status_code == 200

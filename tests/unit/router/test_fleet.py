@@ -71,7 +71,6 @@ def test_instance_of_another_model_is_refused_with_what_differs(role: Role, capl
         assert "is refused" in line
         assert "weights w0 here, w1 there" in line
 
-    logging.getLogger("pdserve").propagate = True
     with_fleet(test, decode=2)
 
 

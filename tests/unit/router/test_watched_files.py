@@ -47,7 +47,6 @@ def test_changes_are_loaded_and_mistakes_change_nothing(tmp_path: Path, caplog: 
     path.write_text("one")
     loaded = Loaded(path)
     watched = WatchedFiles([path], loaded.load, "the words were")
-    logging.getLogger("pdserve").propagate = True
 
     async def main() -> None:
         following = asyncio.create_task(watched.follow(0.001))

@@ -25,7 +25,6 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_an_open_door_to_other_machines_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("pdserve").propagate = True
     warn_of_open_door(InstanceSettings())
     warn_of_open_door(InstanceSettings(host="0.0.0.0", curve_secret_key="some.secret"))
     assert warnings_of(caplog) == []
