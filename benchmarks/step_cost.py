@@ -71,7 +71,7 @@ def build_timed_core(max_num_seqs: int) -> tuple[EngineCore, TimedLibrary]:
         return libraries[-1]
 
     config = build_config(max_num_seqs=max_num_seqs, kernel_backend="cpp", num_threads=1)
-    with mock.patch("pdserve.kernels.torch_operators.load_library", load_timed):
+    with mock.patch("pdserve.kernels.cpp_backend.load_library", load_timed):
         core = build_core(config)
     (library,) = libraries
     return core, library

@@ -24,7 +24,7 @@ from pdserve.kernels.cpp_attention import CppAttention
 from pdserve.kernels.cpp_decoder import CppDecoder
 from pdserve.kernels.decoder import DecoderShape, LayerWeights
 from pdserve.kernels.linear_format import LINEAR_FORMATS, build_linear
-from pdserve.kernels.native_library import choose_variant
+from pdserve.kernels.native_library import choose_variant, load_library
 from pdserve.kernels.weight_memory import WeightMemory
 
 NUMERICS_VERSION = 1
@@ -44,8 +44,9 @@ class CppBackend:
     """
 
     def __init__(self, variant: str | None = None, num_threads: int | None = None, quantization: str = "none") -> None:
-        self._variant = choose_variant(variant).name
-        self._library = torch_operators.get_library(self._variant)
+        chosen = choose_variant(variant)
+        self._variant = chosen.name
+        self._library = load_library(chosen)
         self._num_threads = num_threads
         self._memory = WeightMemory()
         self._format = LINEAR_FORMATS[quantization]

@@ -25,7 +25,7 @@ from pdserve.kernels.native_library import NativeProjected, choose_variant, load
 
 @functools.cache
 def get_library(variant: str) -> ctypes.CDLL:
-    """The library of a variant, loaded once.
+    """The library of a variant, as the operators find it by name; loaded once.
 
     Raises:
         ConfigError: this processor does not run it, or it cannot be compiled.
