@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.base import AttentionMetadata, KernelBackend, Rotation
+from pdserve.kernels.base import AttentionMetadata, Rotation
 from pdserve.kernels.cpp_backend import CppBackend
 from pdserve.kernels.decoder import DecoderShape, LayerWeights
+from pdserve.kernels.layer_loop import LayerLoop
 from pdserve.kernels.native_library import get_supported_variants
 
 BF16 = torch.bfloat16
@@ -51,24 +52,8 @@ class Model:
     def forward_one_by_one(
         self, residual: Tensor, metadata: AttentionMetadata, rotation: Rotation, kv_cache: Tensor
     ) -> Tensor:
-        backend: KernelBackend = self.backend
-        shape = self.shape
-        plan = backend.build_plan(metadata, kv_cache, shape.num_heads, shape.head_dim**-0.5)
-        hidden = backend.rms_norm(residual, self.layers[0].input_norm, EPS)
-        norms = [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
-        for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
-            qkv = backend.linear(hidden, layer.qkv).view(hidden.shape[0], -1, shape.head_dim)
-            q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = backend.rms_norm(q, layer.q_norm, EPS), backend.rms_norm(k, layer.k_norm, EPS)
-            q = plan.rotate_and_store(q, k, v, rotation, kv_cache[:, index])
-            attended = plan.attend(q, kv_cache[:, index]).flatten(1)
-            hidden = backend.add_rms_norm(
-                backend.linear(attended, layer.output), residual, layer.post_attention_norm, EPS
-            )
-            fed = backend.linear(backend.silu_mul(backend.linear(hidden, layer.gate_up)), layer.down)
-            hidden = backend.add_rms_norm(fed, residual, norm, EPS)
-        return hidden
+        loop = LayerLoop(self.backend, self.layers, self.final_norm, self.shape)
+        return loop.forward(residual, metadata, rotation, kv_cache, None)
 
 
 class Calls:
