@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 
 from pdserve import env
 from pdserve.connectors.testing import EngineHarness, build_context
+from pdserve.connectors.testing.targets import lmcache
 from pdserve.connectors.testing.targets.redis_process import RedisProcess
 from pdserve.protocol import Role
 
@@ -20,10 +20,8 @@ SMALL = {"max_cpu_bytes": 4 << 20, "cpu_cache": False}
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_opening() -> Iterator[None]:
-    """LMCache collects garbage whenever it is opened, and has most of a process's objects itself."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    with lmcache.quick_opening():
+        yield
 
 
 @pytest.fixture
