@@ -101,10 +101,12 @@ class MatchResult:
         num_tokens: tokens **beyond** those computed locally that can be loaded now; None = ask again next step.
         is_async: the load runs beside later steps and its end is reported by `get_finished`. False when
             ``num_tokens`` is 0 or None.
+        part: which part of a composition has the tokens, by its name; empty = the connector itself.
     """
 
     num_tokens: int | None
     is_async: bool = False
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True)

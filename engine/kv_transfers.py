@@ -10,6 +10,7 @@ was aborted in between; a held request's blocks belong to the connector until it
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -118,7 +119,7 @@ class KVTransfers:
             self._connector.request_queued(request.kv)
 
     def get_match(self, request: Request, num_local_tokens: int) -> MatchResult:
-        """What the connector can load beyond the local hits, less the token that must be computed here."""
+        """What the connector can load beyond the local hits, of the prompt, less a token that must be computed here."""
         if request.wants_prompt_logprobs:
             return NO_MATCH
         try:
@@ -129,8 +130,9 @@ class KVTransfers:
             return NO_MATCH
         if not match.num_tokens:
             return match
-        num_tokens = min(match.num_tokens, request.num_tokens - 1 - num_local_tokens)
-        return MatchResult(num_tokens, match.is_async) if num_tokens > 0 else NO_MATCH
+        num_usable = min(request.num_tokens - 1, request.num_prompt_tokens) - num_local_tokens
+        num_tokens = min(match.num_tokens, num_usable)
+        return dataclasses.replace(match, num_tokens=num_tokens) if num_tokens > 0 else NO_MATCH
 
     def start_load(self, request: Request, match: MatchResult) -> bool:
         """Tell the connector of the request's blocks; True when a load is under way and it must wait."""

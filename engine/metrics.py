@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from pdserve.connectors.base import MatchResult
 from pdserve.engine.batch_histogram import BatchHistogram
 from pdserve.engine.request import Request
 from pdserve.engine.transfer_metrics import TransferMetrics
@@ -75,15 +76,16 @@ class EngineStats:
         self.external_queries = self._counter("external_cache_queries_total", "Prompt tokens asked of the connector")
         self.external_hits = self._counter("external_cache_hits_total", "Prompt tokens the connector had")
 
-    def count_lookup(self, request: Request, num_local: int, num_external: int, block_size: int) -> None:
+    def count_lookup(self, request: Request, num_local: int, match: MatchResult, block_size: int) -> None:
         """One admission's prefix lookups. Asked: what could be hit, so that a full hit is a rate of 1."""
         num_hittable = (min(request.num_tokens - 1, request.num_prompt_tokens) // block_size) * block_size
         self.prefix_queries.inc(num_hittable)
         self.prefix_hits.inc(min(num_local, num_hittable))
         num_asked = max(min(request.num_tokens - 1, request.num_prompt_tokens) - num_local, 0)
         self.external_queries.inc(num_asked)
+        num_external = match.num_tokens or 0
         self.external_hits.inc(num_external)
-        self.transfers.count_lookup(-(-num_asked // block_size), -(-num_external // block_size))
+        self.transfers.count_lookup(-(-num_asked // block_size), -(-num_external // block_size), match.part)
 
     def observe_tokens(self, requests: Sequence[Request], now_s: float) -> None:
         """A step sampled a token for each of these requests."""

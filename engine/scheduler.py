@@ -294,7 +294,7 @@ class Scheduler:
             if not self._reclaim(keep=request):
                 return Admission.NO_MEMORY
         self._kv_cache.admit(request.request_id, prefix, num_local + match.num_tokens)
-        self._stats.count_lookup(request, num_local, match.num_tokens, self._kv_cache.block_size)
+        self._stats.count_lookup(request, num_local, match, self._kv_cache.block_size)
         request.note_admission(num_local, self._clock())
         if self._transfers.start_load(request, match):
             self._remove_waiting(request)

@@ -43,9 +43,15 @@ class TransferMetrics:
         """One failure that the engine, not the connector, noticed."""
         self.failures.labels(self._connector, kind).inc()
 
-    def count_lookup(self, num_asked_blocks: int, num_found_blocks: int) -> None:
-        """An admitted request's lookup: asked once, however often it was repeated before there was room."""
-        self.lookups.labels(self._connector, "hit").inc(num_found_blocks)
+    def count_lookup(self, num_asked_blocks: int, num_found_blocks: int, part: str = "") -> None:
+        """An admitted request's lookup: asked once, however often it was repeated before there was room.
+
+        Args:
+            num_asked_blocks: that the engine did not have.
+            num_found_blocks: of them, that the connector has.
+            part: of a composition that has them.
+        """
+        self.lookups.labels(part or self._connector, "hit").inc(num_found_blocks)
         self.lookups.labels(self._connector, "miss").inc(max(num_asked_blocks - num_found_blocks, 0))
 
     def set_running(self, *, num_loads: int, num_saves: int, num_leases: int) -> None:

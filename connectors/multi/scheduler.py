@@ -86,7 +86,7 @@ class MultiScheduler:
             if match.num_tokens is None:
                 is_waiting = True
             elif match.num_tokens > (best.num_tokens or 0):
-                best, promised_by = match, index
+                best, promised_by = self._name_part(index, match), index
                 if not is_waiting and num_computed_tokens + match.num_tokens >= request.num_prompt_tokens:
                     break
         if is_waiting:
@@ -188,6 +188,10 @@ class MultiScheduler:
             name = self._children[index].name
             self._warnings.warn(name, f"connector {name} cannot look up KV: {error}; the others are asked")
             return MatchResult(0)
+
+    def _name_part(self, index: int, match: MatchResult) -> MatchResult:
+        name = self._children[index].name
+        return dataclasses.replace(match, part=f"{name}/{match.part}" if match.part else name)
 
     def _join(self, request_id: str, decisions: Sequence[FinishDecision]) -> FinishDecision:
         parts = {

@@ -152,7 +152,8 @@ class MultiWorker:
 
 def _sum_up(joint: ConnectorOutput) -> None:
     """What was counted so far is the composition's own; what the children counted comes on top."""
-    joint.parts[CONNECTOR_NAME], joint.stats = joint.stats, ConnectorStats()
+    joint.parts.setdefault(CONNECTOR_NAME, ConnectorStats()).add(joint.stats)
+    joint.stats = ConnectorStats()
     for stats in joint.parts.values():
         joint.stats.add(stats)
 

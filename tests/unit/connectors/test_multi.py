@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import shutil
 import sys
@@ -25,6 +26,10 @@ from pdserve.protocol import KVTransferParams, Role
 S = TINY_SPEC.block_size
 PROMPT = list(range(4 * S + 1))
 MakeEngine = Callable[..., EngineHarness]
+
+
+def memory_child(store: dict[bytes, bytes]) -> dict[str, Any]:
+    return {"connector": "memory", "options": {"store": store}}
 
 
 @pytest.fixture(autouse=True)
@@ -240,7 +245,8 @@ def test_a_request_whose_load_failed_is_loaded_by_the_next_child(make_engine, wo
     world.is_broken = True
     assert fetch(decode, "d", params) == 0  # and the first child would promise it again
     request = decode._live["d"].request
-    assert decode.scheduler.get_num_new_matched_tokens(request, 0) == MatchResult(len(PROMPT), is_async=True)
+    match = decode.scheduler.get_num_new_matched_tokens(request, 0)
+    assert match == MatchResult(len(PROMPT), is_async=True, part="shared_storage")
     assert decode.scheduler._promises["d"][0].child == 1
     decode.finish("d")
     assert decode.scheduler._failed_by == {}
@@ -356,7 +362,7 @@ def test_a_preferred_child_that_asks_for_patience_is_waited_for(make_engine, wor
     request = decode.submit("d", PROMPT)
     assert decode.scheduler.get_num_new_matched_tokens(request, 0) == MatchResult(None)
     world.is_patient = True
-    assert decode.lookup("d") == MatchResult(len(PROMPT), is_async=True)
+    assert decode.lookup("d") == MatchResult(len(PROMPT), is_async=True, part="memory")
 
 
 def test_nobody_waits_for_a_child_behind_the_one_that_has_all(make_engine, world) -> None:
@@ -531,3 +537,29 @@ def test_counters_are_told_by_child_and_in_sum(make_engine) -> None:
     report = engine.worker.get_finished(["nobody"])
     assert set(report.parts) == {"multi", "memory", "shared_storage"}
     assert report.parts["multi"].failures == report.stats.failures == {"unknown": 1}
+
+
+def test_a_hit_names_the_child_that_has_it_however_deep(memory) -> None:
+    inner = {
+        "connector": "multi",
+        "name": "inner",
+        "options": {"children": [{"connector": "null"}, memory_child(memory)]},
+    }
+    options = {"children": [{"connector": "null"}, inner]}
+    make = functools.partial(EngineHarness, MultiConnector)
+    prefill, decode = (make(build_context(role, options)) for role in (Role.PREFILL, Role.DECODE))
+    prefill.prefill("p", PROMPT)
+    loaded = note_loaded_blocks(decode)
+    decode.submit("d", PROMPT)
+    assert decode.lookup("d").part == "inner/memory"
+    decode.admit("d", len(PROMPT))
+    decode.step()
+    assert loaded == {"inner/memory": 5}
+    assert decode.stats.num_blocks_loaded == 5
+
+
+def test_a_child_that_is_called_as_the_composition_keeps_its_counters(memory) -> None:
+    options = {"children": [{**memory_child(memory), "name": "multi"}]}
+    engine = EngineHarness(MultiConnector, build_context(Role.PREFILL, options))
+    engine.prefill("p", PROMPT)
+    assert engine.stats.num_blocks_saved == 5

@@ -81,6 +81,15 @@ def test_an_admission_counts_its_lookup_once(found: int, lookups: dict[str, floa
     assert counted == lookups
 
 
+def test_a_hit_is_the_parts_that_has_the_blocks_and_a_miss_the_compositions() -> None:
+    h = SchedulerHarness()
+    h.connector.matches["d"] = [MatchResult(5, is_async=True, part="files")]
+    h.add("d", range(10, 19), output=[77])
+    h.step()
+    counted = {key[1:]: value for key, value in read(h.stats.registry).items() if key[0] == "lookup_blocks_total"}
+    assert counted == {("files", "hit"): 2.0, ("null", "miss"): 1.0}
+
+
 def test_gauges_show_what_is_under_way() -> None:
     h = SchedulerHarness()
     params = KVTransferParams(connector="c", transfer_id="t")
