@@ -179,14 +179,16 @@ def test_handoff_compares_connectors_with_a_copy(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    assert "40 prompt tokens: 3 blocks, 1.11 MB" in done.stdout
+    assert "40 prompt tokens as-served: 3 blocks, 1.11 MB" in done.stdout
     hand_offs = read(output)["hand_offs"]
-    moved = [(one["connector"], one["num_prompt_tokens"], one["num_bytes"]) for one in hand_offs]
+    moved = [(one["connector"], one["num_prompt_tokens"], one["way"], one["num_bytes"]) for one in hand_offs]
     block_bytes = 368_640
     assert moved == [
-        (name, num_tokens, num_blocks * block_bytes)
+        (name, num_tokens, way, num_blocks * block_bytes)
         for name in ("memory", "shared_storage")
-        for num_tokens, num_blocks in ((20, 2), (20, 2), (40, 3), (40, 3))
+        for num_tokens, num_blocks in ((20, 2), (40, 3))
+        for way in ("as-served", "at-once")
+        for _ in range(2)
     ]
     assert all(min(one["save_s"], one["load_s"], one["memcpy_s"]) > 0 for one in hand_offs)
 

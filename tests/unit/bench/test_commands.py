@@ -46,7 +46,13 @@ TIMES = "--rate --arrivals"
             PerplexityConfig,
             ("--text --window-tokens --max-windows --model --dtype --quantization --kernel-backend --num-threads",),
         ),
-        (HandoffConfig, ("--connectors --prompt-tokens --repeats --model --dtype --block-size --poll-ms --seed",)),
+        (
+            HandoffConfig,
+            (
+                "--connectors --prompt-tokens --ways --chunk-tokens --prefill-tokens-per-s --full-stores --repeats",
+                "--model --dtype --block-size --poll-ms --seed",
+            ),
+        ),
         (
             ServeConfig,
             ("--url --model --plot --tokenizer --num-requests", REQUESTS, PROMPTS, LOAD, TIMES, OBJECTIVE),
@@ -129,6 +135,7 @@ def free_port() -> int:
             "--start-rate and --refinements are for the search; --rates names the rates to try",
         ),
         (["handoff", "--prompt-tokens", "0"], "--prompt-tokens: '0' is no number of tokens"),
+        (["handoff", "--ways", "later"], "--ways: 'later' is none of as-served, at-once"),
         (
             ["handoff", "--connectors", "null"],
             "--connectors: 'null' is none of memory, nixl, shared_storage, redis, lmcache, multi",

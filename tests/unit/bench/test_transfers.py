@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pdserve.bench.transfers.bench import TransferBench
-from pdserve.bench.transfers.engine import BareEngine, HandOffError
+from pdserve.bench.transfers.engine import BareEngine, Chunks, HandOffError
 from pdserve.bench.transfers.pool import BlockRing
 from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.memory import MemoryConnector
@@ -46,7 +47,7 @@ def test_filled_rings_of_one_size_are_equal_and_no_two_blocks_are() -> None:
 def test_a_prompt_arrives_whole(rings: tuple[BlockRing, BlockRing]) -> None:
     options: dict[str, Any] = {"store": {}}
     producer, consumer = build(Role.PREFILL, options, rings[0]), build(Role.DECODE, options, rings[1])
-    offered = producer.offer(range(10))
+    offered = producer.offer(range(10), Chunks(10))
     loaded = consumer.load(range(10), offered.params)
     assert np.array_equal(rings[1].rows[loaded.blocks], rings[0].rows[offered.blocks])
     assert not rings[0].kv_cache[2, :, :, :, 2:].any()  # slots behind the prompt's end
@@ -57,7 +58,7 @@ def test_a_prompt_arrives_whole(rings: tuple[BlockRing, BlockRing]) -> None:
 def test_what_is_not_there_or_breaks_is_told(rings: tuple[BlockRing, BlockRing]) -> None:
     options: dict[str, Any] = {"store": {}}
     producer, consumer = build(Role.PREFILL, options, rings[0]), build(Role.DECODE, options, rings[1])
-    offered = producer.offer(range(10))
+    offered = producer.offer(range(10), Chunks(10))
     with pytest.raises(HandOffError, match="promises 0 of 5 tokens"):
         consumer.load([9] * 5, None)
     key, value = list(options["store"].items())[-1]
@@ -66,11 +67,30 @@ def test_what_is_not_there_or_breaks_is_told(rings: tuple[BlockRing, BlockRing])
         consumer.load(range(10), offered.params)
 
 
+def test_a_prompt_in_chunks_takes_its_time_and_is_saved_beside_it(rings: tuple[BlockRing, BlockRing]) -> None:
+    options: dict[str, Any] = {"store": {}}
+    producer, consumer = build(Role.PREFILL, options, rings[0]), build(Role.DECODE, options, rings[1])
+    num_stored: list[int] = []
+    compute = producer._forward.compute
+
+    def note_and_compute(seconds: float) -> None:
+        num_stored.append(len(options["store"]))
+        compute(seconds)
+
+    producer._forward.compute = note_and_compute  # type: ignore[method-assign]
+    began_s = time.monotonic()
+    offered = producer.offer(range(10), Chunks(4, tokens_per_s=500))
+    assert num_stored == [0, 1, 2]
+    assert offered.computed_s - began_s >= 10 / 500
+    loaded = consumer.load(range(10), offered.params)
+    assert np.array_equal(rings[1].rows[loaded.blocks], rings[0].rows[offered.blocks])
+
+
 def test_other_bytes_than_were_sent_are_no_hand_off() -> None:
-    bench = TransferBench(SPEC, 10, poll_s=0.0, seed=0)
+    bench = TransferBench(SPEC, 10, has_full_stores=True, poll_s=0.0, seed=0)
     with bench.pair("memory") as (producer, consumer):
-        assert bench.hand_over(producer, consumer, 10).num_bytes == 3 * SPEC.block_bytes
+        assert bench.hand_over(producer, consumer, 10, Chunks(4)).num_bytes == 3 * SPEC.block_bytes
         assert isinstance(producer, BareEngine)
         producer._ring.rows[3, 0] ^= 1  # the next prompt's first byte
         with pytest.raises(HandOffError, match="other bytes"):
-            bench.hand_over(producer, consumer, 10)
+            bench.hand_over(producer, consumer, 10, Chunks(4))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pdserve.bench.transfers.engine import BareEngine, HandOffError
+from pdserve.bench.transfers.engine import BareEngine, Chunks, HandOffError
 from pdserve.bench.transfers.pool import BlockRing
 from pdserve.bench.transfers.producer import Producer, ProducerProcess, ProducerStart
 from pdserve.bench.transfers.surroundings import surroundings
@@ -22,8 +22,6 @@ from pdserve.kv_layout import KVCacheSpec, ModelIdentity
 from pdserve.protocol import Role
 
 _VOCABULARY = 32_000
-_REDIS_OVERHEAD = 1.3
-"""Its allocator rounds values up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class HandOff:
 
     Attributes:
         num_bytes: of the prompt's KV.
-        save_s: from the last token computed until the KV could be fetched.
+        save_s: from the end of the last forward pass until the KV could be fetched.
         load_s: from the first look for it until all of it was there and verified.
         memcpy_s: one copy of as many bytes.
     """
@@ -54,11 +52,13 @@ class TransferBench:
     Args:
         spec: shape of a block.
         max_tokens: of the longest prompt.
+        has_full_stores: stores hold twice as much and evict, as after a long time, instead of growing.
         poll_s: pause between two steps in which an engine has nothing to compute.
         seed: equal seeds give equal prompts.
     """
 
-    def __init__(self, spec: KVCacheSpec, max_tokens: int, *, poll_s: float, seed: int) -> None:
+    def __init__(self, spec: KVCacheSpec, max_tokens: int, *, has_full_stores: bool, poll_s: float, seed: int) -> None:
+        self._has_full_stores = has_full_stores
         self._poll_s = poll_s
         self._identity = ModelIdentity("bench", "bench", spec.dtype, "exact", spec)
         self._num_blocks = 2 * spec.num_blocks_for(max_tokens)
@@ -72,8 +72,8 @@ class TransferBench:
     def pair(self, connector: str) -> Iterator[tuple[Producer, BareEngine]]:
         """A prefill and a decode engine with the connector; in one process only where it cannot do more."""
         with contextlib.ExitStack() as stack:
-            redis_bytes = int(_REDIS_OVERHEAD * self._target.rows.nbytes)
-            options = stack.enter_context(surroundings(connector, redis_bytes))
+            store_bytes = self._target.rows.nbytes if self._has_full_stores else None
+            options = stack.enter_context(surroundings(connector, store_bytes))
             engine_id = f"bench-{connector}-{self._run_id}"
             start = ProducerStart(
                 connector, options, f"{engine_id}-prefill", self._identity, self._num_blocks, self._poll_s
@@ -85,8 +85,8 @@ class TransferBench:
             stack.callback(consumer.close)
             yield producer, consumer
 
-    def hand_over(self, producer: Producer, consumer: BareEngine, num_tokens: int) -> HandOff:
-        """Copy as many bytes once, then hand a new prompt over; afterwards, compare what arrived.
+    def hand_over(self, producer: Producer, consumer: BareEngine, num_tokens: int, chunks: Chunks) -> HandOff:
+        """Copy as many bytes once, then compute a new prompt and hand it over; afterwards, compare what arrived.
 
         Raises:
             HandOffError: it did not get through, or other bytes did.
@@ -94,7 +94,7 @@ class TransferBench:
         token_ids = [self._random.randrange(_VOCABULARY) for _ in range(num_tokens)]
         num_blocks = self._identity.kv.num_blocks_for(num_tokens)
         memcpy_s = self._copy(num_blocks)
-        offered = producer.offer(token_ids)
+        offered = producer.offer(token_ids, chunks)
         loaded = consumer.load(token_ids, offered.params)
         self._compare(offered.blocks, loaded.blocks, num_tokens)
         num_bytes = num_blocks * self._identity.kv.block_bytes

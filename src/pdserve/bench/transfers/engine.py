@@ -1,4 +1,4 @@
-"""An engine without a model: its steps drive a connector's two halves, and computing takes no time.
+"""An engine without a model: its steps drive a connector's two halves; computing takes no time, or that of a stand-in.
 
 What a connector must hear, and when, is its contract with the engine (`pdserve.connectors.base`); here are the
 shortest ways through it, for one prompt at a time.
@@ -7,10 +7,12 @@ shortest ways through it, for one prompt at a time.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pdserve.bench.transfers.forward import PacedForward
 from pdserve.bench.transfers.pool import BlockRing
 from pdserve.connectors.base import (
     ChoosesLayerSteps,
@@ -31,6 +33,19 @@ _TIMEOUT_S = 60.0
 
 class HandOffError(Exception):
     """KV did not get through; the message says how far it came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """How a prompt is computed.
+
+    Attributes:
+        num_tokens: most of one step.
+        tokens_per_s: how fast; at the default, in no time.
+    """
+
+    num_tokens: int
+    tokens_per_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +99,7 @@ class BareEngine:
         self._scheduler = connector.build_scheduler(context)
         self._worker = connector.build_worker(context)
         self._worker.register_kv_caches(ring.kv_cache, context.spec)
+        self._forward = PacedForward()
         self._hasher = BlockHasher(context.identity.fingerprint)
         self._serials = itertools.count()
         self._owed: set[str] = set()
@@ -94,8 +110,12 @@ class BareEngine:
         """Whether the connector still holds blocks, or writes."""
         return bool(self._owed)
 
-    def offer(self, token_ids: Sequence[int]) -> Offered:
-        """Compute a prompt in one step and hand it over.
+    def offer(self, token_ids: Sequence[int], chunks: Chunks) -> Offered:
+        """Compute a prompt and hand it over.
+
+        Args:
+            token_ids: the prompt.
+            chunks: how it is computed.
 
         Raises:
             HandOffError: its KV cannot be fetched.
@@ -105,11 +125,12 @@ class BareEngine:
         block_ids = range(blocks.start, blocks.stop)
         self._ring.clear_behind(blocks, len(token_ids))
         self._scheduler.update_state_after_alloc(request, block_ids, 0, 0)
-        whole = ScheduledTokens(request, block_ids, 0, len(token_ids))
-        metadata = self._scheduler.build_connector_metadata(StepPlan([whole]))
-        self._worker.start_load_kv(metadata)
-        computed_s = time.monotonic()
-        self._end_step()
+        for start in range(0, len(token_ids), chunks.num_tokens):
+            num_tokens = min(chunks.num_tokens, len(token_ids) - start)
+            plan = StepPlan([ScheduledTokens(request, block_ids, start, num_tokens)])
+            self._worker.start_load_kv(self._scheduler.build_connector_metadata(plan))
+            computed_s = self._run_layers(num_tokens / chunks.tokens_per_s)
+            self._end_step()
         decision = self._scheduler.request_finished(request, block_ids, len(token_ids), handoff=True)
         if decision.expects_sent:
             self._owed.add(request.request_id)
@@ -144,6 +165,7 @@ class BareEngine:
     def step(self) -> ConnectorOutput:
         """A step with no tokens."""
         self._worker.start_load_kv(self._scheduler.build_connector_metadata(StepPlan([])))
+        self._run_layers(0.0)
         return self._end_step()
 
     def close(self) -> None:
@@ -151,11 +173,20 @@ class BareEngine:
         self._worker.close()
         self._scheduler.close()
 
+    def _run_layers(self, seconds: float) -> float:
+        """A forward pass, layer by layer where the connector wants that; when the last layer's KV stood."""
+        computed_s = time.monotonic()
+        if self._num_layers == 0 or (isinstance(self._worker, ChoosesLayerSteps) and not self._worker.wants_layers()):
+            self._forward.compute(seconds)
+            return time.monotonic()
+        for layer in range(self._num_layers):
+            self._worker.wait_for_layer_load(layer)
+            self._forward.compute(seconds / self._num_layers)
+            computed_s = time.monotonic()
+            self._worker.save_kv_layer(layer)
+        return computed_s
+
     def _end_step(self) -> ConnectorOutput:
-        if not isinstance(self._worker, ChoosesLayerSteps) or self._worker.wants_layers():
-            for layer in range(self._num_layers):
-                self._worker.wait_for_layer_load(layer)
-                self._worker.save_kv_layer(layer)
         self._worker.wait_for_save()
         due, self._due = self._due, []
         output = self._worker.get_finished(due)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pdserve.bench.transfers.engine import BareEngine, HandOffError, Offered
+from pdserve.bench.transfers.engine import BareEngine, Chunks, HandOffError, Offered
 from pdserve.bench.transfers.pool import BlockRing
 from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.registry import load_connector
@@ -53,6 +53,13 @@ class ProducerStart(msgspec.Struct, frozen=True):
         return BareEngine(load_connector(self.connector), context, ring, poll_s=self.poll_s)
 
 
+class _Order(msgspec.Struct, frozen=True):
+    """What is asked of the process."""
+
+    token_ids: list[int]
+    chunks: Chunks
+
+
 class _Reply(msgspec.Struct, frozen=True):
     """One answer of the process; the first, empty one says that the engine is up."""
 
@@ -66,7 +73,7 @@ class _Reply(msgspec.Struct, frozen=True):
 class Producer(Protocol):
     """Computes prompts and hands them over."""
 
-    def offer(self, token_ids: Sequence[int]) -> Offered:
+    def offer(self, token_ids: Sequence[int], chunks: Chunks) -> Offered:
         """See `BareEngine.offer`."""
         ...
 
@@ -97,9 +104,9 @@ class ProducerProcess:
             self.close()
             raise ConfigError(f"a producer with connector {start.connector} does not start: {error}") from error
 
-    def offer(self, token_ids: Sequence[int]) -> Offered:
+    def offer(self, token_ids: Sequence[int], chunks: Chunks) -> Offered:
         """See `BareEngine.offer`."""
-        self._pipe.send_bytes(msgspec.msgpack.encode(list(token_ids)))
+        self._pipe.send_bytes(msgspec.msgpack.encode(_Order(list(token_ids), chunks)))
         reply = self._receive(_REPLY_TIMEOUT_S)
         return Offered(reply.params, slice(*reply.blocks), reply.computed_s, reply.fetchable_s)
 
@@ -135,15 +142,15 @@ def _serve(pipe: Connection, start: bytes) -> None:
     try:
         while True:
             if pipe.poll(poll_s if engine.has_sends else None):
-                _send(pipe, _answer(engine, msgspec.msgpack.decode(pipe.recv_bytes(), type=list[int])))
+                _send(pipe, _answer(engine, msgspec.msgpack.decode(pipe.recv_bytes(), type=_Order)))
             engine.step()
     except EOFError:
         engine.close()
 
 
-def _answer(engine: BareEngine, token_ids: list[int]) -> _Reply:
+def _answer(engine: BareEngine, order: _Order) -> _Reply:
     try:
-        offered = engine.offer(token_ids)
+        offered = engine.offer(order.token_ids, order.chunks)
     except HandOffError as error:
         return _Reply(error=str(error))
     blocks = (offered.blocks.start, offered.blocks.stop)

@@ -15,6 +15,8 @@ from pdserve.errors import ConfigError
 CONNECTORS = ("memory", "nixl", "shared_storage", "redis", "lmcache", "multi")
 _PACKAGES = {"nixl": "nixl", "redis": "redis", "lmcache": "lmcache", "multi": "nixl"}
 _SHARED_MEMORY = Path("/dev/shm")
+_REDIS_OVERHEAD = 1.3
+"""Its allocator rounds values up."""
 
 
 def find_hindrance(connector: str) -> str | None:
@@ -28,12 +30,13 @@ def find_hindrance(connector: str) -> str | None:
 
 
 @contextlib.contextmanager
-def surroundings(connector: str, redis_bytes: int) -> Iterator[dict[str, Any]]:
+def surroundings(connector: str, store_bytes: int | None) -> Iterator[dict[str, Any]]:
     """Options for both engines; what was started or made for them is gone afterwards.
 
     Args:
         connector: its name.
-        redis_bytes: memory of a Redis server, which evicts what is oldest beyond it.
+        store_bytes: of KV that files and a Redis server hold before they evict; None = no limit. LMCache's files have
+            none.
 
     Raises:
         ConfigError: something does not start.
@@ -43,15 +46,15 @@ def surroundings(connector: str, redis_bytes: int) -> Iterator[dict[str, Any]]:
             case "memory":
                 yield {"store": {}}
             case "redis":
-                yield {"url": stack.enter_context(_redis_server(redis_bytes))}
+                yield {"url": stack.enter_context(_redis_server(store_bytes))}
             case "shared_storage":
-                yield {"path": stack.enter_context(_directory())}
+                yield {"path": stack.enter_context(_directory()), **_limit_files(store_bytes)}
             case "lmcache":
                 # What it keeps in its own memory is no hand-off.
                 yield {"url": f"fs://{stack.enter_context(_directory())}", "cpu_cache": False}
             case "multi":
-                store = {"connector": "shared_storage", "options": {"path": stack.enter_context(_directory())}}
-                yield {"children": [{"connector": "nixl"}, store]}
+                files = {"path": stack.enter_context(_directory()), **_limit_files(store_bytes)}
+                yield {"children": [{"connector": "nixl"}, {"connector": "shared_storage", "options": files}]}
             case _:
                 yield {}
 
@@ -63,11 +66,16 @@ def _directory() -> Iterator[str]:
         yield path
 
 
+def _limit_files(store_bytes: int | None) -> dict[str, int]:
+    return {} if store_bytes is None else {"max_bytes": store_bytes}
+
+
 @contextlib.contextmanager
-def _redis_server(max_bytes: int) -> Iterator[str]:
-    """As one that has run for long: full, so that new values take the place of old ones."""
-    eviction = ("--maxmemory-policy", "volatile-ttl", "--maxmemory-samples", "64")
-    process = RedisProcess("--maxmemory", str(max_bytes), *eviction)
+def _redis_server(store_bytes: int | None) -> Iterator[str]:
+    settings = ["--maxmemory-policy", "volatile-ttl", "--maxmemory-samples", "64"]
+    if store_bytes is not None:
+        settings += ["--maxmemory", str(int(_REDIS_OVERHEAD * store_bytes))]
+    process = RedisProcess(*settings)
     try:
         process.start()
         yield process.url
