@@ -60,7 +60,7 @@ class Bench:
         weights: str = "weights",
         num_blocks: int = 64,
         wrap_worker: WorkerWrapper | None = None,
-        **options: Any,
+        lease_s: float | None = None,
     ) -> EngineHarness:
         """Start an engine.
 
@@ -71,22 +71,29 @@ class Bench:
             weights: of its model; engines with equal ones serve the same model.
             num_blocks: size of its pool.
             wrap_worker: puts something between the engine and the worker half.
-            options: over those of the target.
+            lease_s: how long it holds blocks for a consumer; None = as the target has it.
         """
-        context = self.build_context(role, name, spec=spec, weights=weights, **options)
+        context = self.build_context(role, name, spec=spec, weights=weights, lease_s=lease_s)
         engine = EngineHarness(self.target.connector, context, num_blocks=num_blocks, wrap_worker=wrap_worker)
         engine.blame = self._blame
         self._engines.append(engine)
         return engine
 
     def build_context(
-        self, role: Role, name: str, *, spec: KVCacheSpec = TINY_SPEC, weights: str = "weights", **options: Any
+        self,
+        role: Role,
+        name: str,
+        *,
+        spec: KVCacheSpec = TINY_SPEC,
+        weights: str = "weights",
+        lease_s: float | None = None,
     ) -> ConnectorContext:
         """What the halves of one engine are built with; see `build_engine`."""
         self._num_started += 1
+        options = self.target.build_options(name, role)
         return build_context(
             role,
-            {**self.target.build_options(name, role), **options},
+            options if lease_s is None else self.target.set_lease(options, lease_s),
             spec=spec,
             weights=f"{weights}-{self._run}",
             engine_id=f"{name}-{self._run}-{self._num_started}",

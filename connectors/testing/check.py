@@ -30,7 +30,8 @@ class Need(enum.Enum):
     SAVE = "save KV"
     LOAD = "load KV"
     STORE = "keep blocks in a store"
-    DIRECT = "hold blocks for a consumer without being a store"
+    HOLD = "hold blocks for a consumer"
+    DIRECT = "hold blocks for a consumer, alone and without being a store"
     CANCEL = "give up blocks that it holds, when nobody will come for them"
     HEARS_OF_QUEUE = "hear of requests that wait for their turn"
     COMPOSE = "compose other connectors"
@@ -44,8 +45,10 @@ class Need(enum.Enum):
                 return features.can_load
             case Need.STORE:
                 return features.is_store
+            case Need.HOLD:
+                return features.can_save and features.can_load and not features.is_store
             case Need.DIRECT:
-                return features.can_save and features.can_load and not features.is_store and not composes
+                return Need.HOLD.is_met(features, composes=composes) and not composes
             case Need.CANCEL:
                 return features.cancels_sends
             case Need.HEARS_OF_QUEUE:

@@ -85,6 +85,16 @@ class ConformanceTarget:
         """
         return dict(self.options)
 
+    def set_lease(self, options: Mapping[str, Any], lease_s: float) -> dict[str, Any]:
+        """An engine's options with a lease of this length.
+
+        Raises:
+            NotOfferedError: no option says how long a lease is.
+        """
+        if self.lease_option is None:
+            raise NotOfferedError("the target names no option for the length of a lease")
+        return {**options, self.lease_option: lease_s}
+
     def is_saved(self, key: BlockKey) -> bool:
         """Whether a block that is being saved has come to rest, in every place that it goes to."""
         return self.blocks is not None and self.blocks.read(key) is not None

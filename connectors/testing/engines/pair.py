@@ -5,6 +5,7 @@ The router's part is played here: hand over the first token and the transfer par
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.connectors.testing.bench import Bench
-from pdserve.connectors.testing.violations import RuleViolationError
+from pdserve.connectors.testing.violations import NotOfferedError, RuleViolationError
 from pdserve.engine.config import build_config
 from pdserve.engine.core import EngineCore
 from pdserve.errors import EngineError
@@ -21,6 +22,7 @@ from pdserve.protocol import AddRequest, FinishReason, RequestOutput, Role, Samp
 BLOCK_SIZE = 8
 _TIMEOUT_S = 60.0
 _PAUSE_S = 0.0003
+_LEASE_S = 3.0
 
 
 @dataclass
@@ -152,8 +154,8 @@ class EnginePair:
         target = self._bench.target
         connector = target.connector
         options = target.build_options(role.value, role)
-        if target.lease_option is not None:
-            options = {target.lease_option: 3.0, **options}
+        with contextlib.suppress(NotOfferedError):
+            options = target.set_lease(options, _LEASE_S)
         defaults = {"block_size": BLOCK_SIZE, "num_blocks": 256, "max_num_batched_tokens": 256}
         config = build_config(
             **{

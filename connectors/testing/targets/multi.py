@@ -72,6 +72,16 @@ class Target(ConformanceTarget):
         ]
         return {"children": tables}
 
+    def set_lease(self, options: Mapping[str, Any], lease_s: float) -> dict[str, Any]:
+        """Each part that has leases gets one of this length."""
+        if not any(part.lease_option for part in self.parts):
+            return super().set_lease(options, lease_s)
+        tables = [
+            {**table, "options": part.set_lease(table["options"], lease_s)} if part.lease_option else table
+            for table, part in zip(options["children"], self.parts, strict=True)
+        ]
+        return {**options, "children": tables}
+
     def is_saved(self, key: BlockKey) -> bool:
         """Each store writes in its own time."""
         return all(part.is_saved(key) for part in self.parts)

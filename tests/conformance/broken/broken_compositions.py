@@ -1,4 +1,4 @@
-"""Compositions that break R17: `MultiConnector` over honest children, with one thing wrong in what it makes of them."""
+"""Broken compositions: `MultiConnector` over honest children, with one thing wrong in what it makes of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from honest_store import HonestStore, StoreWorker
 
-from pdserve.connectors.base import ConnectorContext, ConnectorOutput, FinishDecision
+from pdserve.connectors.base import ConnectorContext, ConnectorOutput, FinishDecision, KVRequest
 from pdserve.connectors.multi import MultiConnector
 from pdserve.connectors.multi.children import build_halves, parse_children
 from pdserve.connectors.multi.scheduler import MultiScheduler
@@ -15,6 +15,7 @@ from pdserve.connectors.multi.worker import MultiWorker
 
 TWO_STORES = ["honest_store:HonestStore", "broken_compositions:SlowStore"]
 DIRECT_AND_STORE = ["honest_direct:HonestDirect", "broken_compositions:SlowStore"]
+QUEUE_AND_STORE = ["queue_directs:HonestQueue", "broken_compositions:SlowStore"]
 
 
 class SlowWorker(StoreWorker):
@@ -59,11 +60,12 @@ def breaks(
     kinds: Sequence[str],
     scheduler: type[MultiScheduler] = MultiScheduler,
     worker: type[MultiWorker] = MultiWorker,
+    rule: str = "R17",
 ) -> None:
     """Register a composition made of these halves; it is called as the half that is wrong."""
     name = (worker if scheduler is MultiScheduler else scheduler).__name__
     parts = {"kinds": kinds, "scheduler_type": scheduler, "worker_type": worker}
-    BROKEN.append((type(name, (Composition,), parts), "R17"))
+    BROKEN.append((type(name, (Composition,), parts), rule))
 
 
 class CountsEveryChildsEnd(MultiWorker):
@@ -128,6 +130,13 @@ class KeepsCancellationsToItself(MultiScheduler):
         pass
 
 
+class KeepsTheQueueToItself(MultiScheduler):
+    """The child whose lease runs is not told that somebody waits for its turn."""
+
+    def request_queued(self, request: KVRequest) -> None:
+        pass
+
+
 breaks(TWO_STORES, worker=CountsEveryChildsEnd)
 breaks(TWO_STORES, worker=EndsWithTheFirstChild)
 breaks(TWO_STORES, worker=ForgetsTheSecondChildsDue)
@@ -135,3 +144,4 @@ breaks(TWO_STORES, worker=LosesAChildsFailure)
 breaks(TWO_STORES, AsksTheChildThatFailed)
 breaks(DIRECT_AND_STORE, HoldsOnlyIfAllDo)
 breaks(DIRECT_AND_STORE, KeepsCancellationsToItself)
+breaks(QUEUE_AND_STORE, KeepsTheQueueToItself, rule="R18")
