@@ -16,6 +16,7 @@ from pdserve.connectors.registry import load_connector
 from pdserve.engine.config import EngineConfig, ModelSettings
 from pdserve.engine.core import EngineCore
 from pdserve.engine.executor import UniProcExecutor
+from pdserve.engine.heap import return_free_memory
 from pdserve.engine.kv_memory import TORCH_DTYPES, allocate_kv_cache, resolve_num_blocks
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.models import CausalLM, ModelConfig, load_config_file, load_model
@@ -96,6 +97,7 @@ def _load_model(config: EngineConfig, directory: Path) -> tuple[CausalLM, ModelC
     dtype = TORCH_DTYPES[config.model.dtype]
     backend = get_backend(config.model.kernel_backend, dtype, config.model.quantization)
     model = load_model(directory, dtype, backend)
+    return_free_memory()
     if not check_invariance(model):
         logger.warning(
             "kernels %s are not batch-invariant on this machine: answers may differ between prefill/decode and one "

@@ -6,7 +6,7 @@ Owns the model, the KV memory, the requests as arrays, and the connector's worke
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from pdserve.connectors.base import ChoosesLayerSteps, KVConnectorWorker
 from pdserve.engine.input_batch import InputBatch
 from pdserve.engine.models import CausalLM
 from pdserve.engine.sampling.logprobs import build_token_logprobs
-from pdserve.engine.sampling.sampler import Sampler, SamplingRow
+from pdserve.engine.sampling.sampler import Sampler, SamplerOutput, SamplingRow
 from pdserve.engine.scheduler_output import ModelRunnerOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from pdserve.kernels.base import AttentionMetadata
 from pdserve.protocol import TokenLogprobs
@@ -102,7 +102,7 @@ class ModelRunner:
                 metadata = AttentionMetadata.build([num_tokens], [num_tokens], [[0]], self._block_size)
                 token_ids = torch.zeros(num_tokens, dtype=torch.int64)
                 hidden_TD = self._model.forward(token_ids, metadata, self._kv_cache, None)
-                self._model.compute_logits(hidden_TD[-1:])
+                self._model.find_likeliest(hidden_TD[-1:])
 
     def close(self) -> None:
         """Close the connector's half; idempotent."""
@@ -149,15 +149,21 @@ class ModelRunner:
         inputs = self._batch.build_inputs(items)
         hidden_TD = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, self._choose_layer_hook())
         self._make_prompt_logprobs(items, hidden_TD, output)
-        request_ids = [items[index].request_id for index in inputs.sampling_indices]
-        if not request_ids:
+        rows = [self._sampling_rows[items[index].request_id] for index in inputs.sampling_indices]
+        if not rows:
             return
-        logits_RV = self._compute_logits(hidden_TD[inputs.last_rows])
-        sampled = self._sampler.sample(logits_RV, [self._sampling_rows[request_id] for request_id in request_ids])
+        hidden_RD = hidden_TD if len(rows) == len(hidden_TD) else hidden_TD[inputs.last_rows]
+        sampled = self._sample(hidden_RD, rows)
         self._batch.append_tokens(sampled.token_ids.keys(), sampled.token_ids.values())
         output.sampled_token_ids = sampled.token_ids
         output.logprobs = sampled.logprobs
         output.failed = sampled.failed
+
+    def _sample(self, hidden_RD: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
+        """A token for each row; where all are plain, without their logits in memory."""
+        if all(row.is_plain for row in rows):
+            return self._sampler.take_likeliest(*self._model.find_likeliest(hidden_RD), rows)
+        return self._sampler.sample(self._compute_logits(hidden_RD), rows)
 
     def _choose_layer_hook(self) -> LayerTransfers | None:
         return self._layer_hook if self._layer_hook is not None and self._layer_hook.are_wanted() else None

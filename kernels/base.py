@@ -127,6 +127,23 @@ class Rotation:
     cos_TH: Tensor
     sin_TH: Tensor
 
+    def select(self, rows_T: Tensor) -> Rotation:
+        """These rows only: the rotation of tokens at positions [T] int64, out of a table of all positions."""
+        return Rotation(self.cos_TH.index_select(0, rows_T), self.sin_TH.index_select(0, rows_T))
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What a model looks up for each token.
+
+    Attributes:
+        embedding: [V, D], as `KernelBackend.prepare_embedding` made it: V outputs of D inputs.
+        rotation: of every position of the model's context.
+    """
+
+    embedding: LinearWeight
+    rotation: Rotation
+
 
 class AttentionPlan(Protocol):
     """What a backend derived from one step's metadata, used for every layer of that step, in order."""
@@ -175,6 +192,11 @@ class KernelBackend(Protocol):
         ...
 
     @property
+    def device(self) -> torch.device:
+        """Where all tensors live that it is handed, those of an `AttentionMetadata` and token ids aside."""
+        ...
+
+    @property
     def numerics(self) -> str:
         """The numerics class: equal strings promise equal bits.
 
@@ -186,12 +208,36 @@ class KernelBackend(Protocol):
         """Bring a weight, once at load, into the form `linear` reads fastest. May keep the tensor itself."""
         ...
 
+    def prepare_embedding(self, table_VD: Tensor, tied_head: LinearWeight | None) -> LinearWeight:
+        """Bring the token embedding into the form that `look_up` reads. May keep the tensor itself.
+
+        Args:
+            table_VD: the embedding.
+            tied_head: the same weights as `prepare_linear` made them, where the output head is the embedding: one
+                copy may serve for both.
+        """
+        ...
+
+    def look_up(self, tables: Tables, token_ids_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Rotation]:
+        """The embeddings [T, D] of tokens, exactly, and the rotation of their positions; both [T] int64."""
+        ...
+
     def linear(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
         """``x @ weight.T + bias``: [T, O] in the backend's dtype."""
         ...
 
     def linear_float32(self, x_TD: Tensor, weight: LinearWeight, out_TO: Tensor | None = None) -> Tensor:
         """The same in float32, for logits: as exact as the backend has it, [T, O]; in ``out_TO`` if that is given."""
+        ...
+
+    def linear_argmax(self, x_TD: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
+        """Where each row of `linear_float32` is largest, the lowest index among equals, and that value.
+
+        A NaN counts as the largest. Lets a backend search outputs as it makes them, without writing them all.
+
+        Returns:
+            Indices [T] int64 and values [T] float32.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

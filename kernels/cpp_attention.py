@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdserve.kernels import torch_operators
+from pdserve.kernels import cpp_kernels
 from pdserve.kernels.base import AttentionMetadata, Rotation
 from pdserve.kernels.cpp_step import CppStep
 
@@ -33,23 +33,23 @@ class CppAttention:
     ) -> Tensor:
         """See `pdserve.kernels.base.AttentionPlan.rotate_and_store`."""
         assert kv_layer.shape[3] == self._block_size
-        rotated_TNH: Tensor = torch_operators.rotate_and_store(
-            *(_require_heads(x) for x in (q_TNH, k_TKH, v_TKH)),
+        return cpp_kernels.rotate_and_store(
+            _require_heads(q_TNH),
+            _require_heads(k_TKH),
+            _require_heads(v_TKH),
             [rotation.cos_TH, rotation.sin_TH],
             kv_layer,
             self._step,
             self._variant,
             self._num_threads,
         )
-        return rotated_TNH
 
     def attend(self, q_TNH: Tensor, kv_layer: Tensor) -> Tensor:
         """See `pdserve.kernels.base.AttentionPlan.attend`."""
         assert kv_layer.shape[3] == self._block_size
-        attended_TNH: Tensor = torch_operators.attend(
+        return cpp_kernels.attend(
             q_TNH.contiguous(), kv_layer, self._step, self._scale, self._variant, self._num_threads
         )
-        return attended_TNH
 
 
 def _require_heads(x_TNH: Tensor) -> Tensor:

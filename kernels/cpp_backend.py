@@ -18,12 +18,13 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from pdserve.kernels import torch_operators
-from pdserve.kernels.base import AttentionMetadata, LinearWeight
+from pdserve.kernels import cpp_kernels
+from pdserve.kernels.base import AttentionMetadata, LinearWeight, Rotation, Tables
 from pdserve.kernels.cpp_attention import CppAttention
 from pdserve.kernels.cpp_decoder import CppDecoder
+from pdserve.kernels.cpp_vocabulary import find_largest, look_up
 from pdserve.kernels.decoder import DecoderShape, LayerWeights
-from pdserve.kernels.linear_format import LINEAR_FORMATS, build_linear
+from pdserve.kernels.linear_format import LINEAR_FORMATS, LinearFormat, build_linear
 from pdserve.kernels.native_library import choose_variant, load_library
 from pdserve.kernels.weight_memory import WeightMemory
 
@@ -64,6 +65,11 @@ class CppBackend:
         return torch.bfloat16
 
     @property
+    def device(self) -> torch.device:
+        """See `KernelBackend`."""
+        return torch.device("cpu")
+
+    @property
     def numerics(self) -> str:
         """See `KernelBackend`."""
         return self._numerics
@@ -79,12 +85,17 @@ class CppBackend:
 
     def prepare_linear(self, weight_OD: Tensor, bias_O: Tensor | None) -> LinearWeight:
         """See `KernelBackend.prepare_linear`: copied into panels, on huge pages."""
-        weight_OD = _require_rows(weight_OD)
-        bias_O = None if bias_O is None else _require_plain(bias_O)
-        out_features, in_features = weight_OD.shape
-        packed = self._format.allocate(self._memory, out_features, in_features, bias_O)
-        self._library.pds_pack_linear(weight_OD.data_ptr(), weight_OD.stride(0), byref(build_linear(packed)))
-        return packed
+        return self._pack(weight_OD, bias_O, self._format)
+
+    def prepare_embedding(self, table_VD: Tensor, tied_head: LinearWeight | None) -> LinearWeight:
+        """See `KernelBackend.prepare_embedding`: bfloat16 panels, the output head's own where it has them."""
+        if tied_head is not None and tied_head.data.dtype == torch.bfloat16:
+            return tied_head
+        return self._pack(table_VD, None, LINEAR_FORMATS["none"])
+
+    def look_up(self, tables: Tables, token_ids_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Rotation]:
+        """See `KernelBackend.look_up`: out of the panels, which is a change of order, not of any bit."""
+        return look_up(self._library, tables, token_ids_T, positions_T, self.get_num_threads())
 
     def linear(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
         """See `KernelBackend.linear`."""
@@ -97,19 +108,19 @@ class CppBackend:
         assert out_TO.dtype == torch.float32
         return self._multiply(x_TD, weight, out_TO)
 
+    def linear_argmax(self, x_TD: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
+        """See `KernelBackend.linear_argmax`: searched a few panels at a time, while their outputs are in the cache."""
+        return find_largest(self._library, _require_rows(x_TD), weight, self.get_num_threads())
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `KernelBackend.rms_norm`."""
-        normed: Tensor = torch_operators.rms_norm(
-            x.contiguous(), weight.contiguous(), eps, self._variant, self.get_num_threads()
-        )
-        return normed
+        return cpp_kernels.rms_norm(x.contiguous(), weight.contiguous(), eps, self._variant, self.get_num_threads())
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See `KernelBackend.add_rms_norm`."""
-        normed_TD: Tensor = torch_operators.add_rms_norm(
+        return cpp_kernels.add_rms_norm(
             x_TD.contiguous(), residual_TD, weight_D.contiguous(), eps, self._variant, self.get_num_threads()
         )
-        return normed_TD
 
     def build_plan(self, metadata: AttentionMetadata, kv_cache: Tensor, num_heads: int, scale: float) -> CppAttention:
         """See `KernelBackend.build_plan`."""
@@ -117,15 +128,22 @@ class CppBackend:
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """See `KernelBackend.silu_mul`."""
-        product_TI: Tensor = torch_operators.silu_mul(gate_up_T2I.contiguous(), self._variant, self.get_num_threads())
-        return product_TI
+        return cpp_kernels.silu_mul(gate_up_T2I.contiguous(), self._variant, self.get_num_threads())
 
     def build_decoder(self, layers: Sequence[LayerWeights], final_norm: Tensor, shape: DecoderShape) -> CppDecoder:
         """See `pdserve.kernels.decoder.FusingBackend.build_decoder`."""
         return CppDecoder(self._library, layers, final_norm, shape, self.get_num_threads)
 
+    def _pack(self, weight_OD: Tensor, bias_O: Tensor | None, to_format: LinearFormat) -> LinearWeight:
+        weight_OD = _require_rows(weight_OD)
+        bias_O = None if bias_O is None else _require_plain(bias_O)
+        out_features, in_features = weight_OD.shape
+        packed = to_format.allocate(self._memory, out_features, in_features, bias_O)
+        self._library.pds_pack_linear(weight_OD.data_ptr(), weight_OD.stride(0), byref(build_linear(packed)))
+        return packed
+
     def _multiply(self, x_TD: Tensor, weight: LinearWeight, out_TO: Tensor) -> Tensor:
-        torch_operators.multiply(self._library, _require_rows(x_TD), weight, out_TO, self.get_num_threads())
+        cpp_kernels.multiply(self._library, _require_rows(x_TD), weight, out_TO, self.get_num_threads())
         return out_TO
 
     def _probe_digest(self) -> str:

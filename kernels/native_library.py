@@ -39,6 +39,18 @@ class NativeLinear(Structure):
     )
 
 
+class NativeTables(Structure):
+    """``Tables`` of csrc/vocabulary.h."""
+
+    _fields_ = (
+        ("embedding", NativeLinear),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("num_positions", c_int64),
+        ("head_dim", c_int64),
+    )
+
+
 class NativeStep(Structure):
     """``Step`` of csrc/api.h."""
 
@@ -123,6 +135,11 @@ _SIGNATURES = {
     "pds_pack_linear": (None, (c_void_p, c_int64, POINTER(NativeLinear))),
     "pds_linear": _LINEAR,
     "pds_linear_float32": _LINEAR,
+    "pds_linear_argmax": (c_int, (c_void_p, c_int64, c_int64, POINTER(NativeLinear), c_void_p, c_void_p, c_int64)),
+    "pds_look_up": (
+        c_int,
+        (POINTER(NativeTables), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64),
+    ),
     "pds_rms_norm": (None, (c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64)),
     "pds_add_rms_norm": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64)),
     "pds_silu_mul": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64)),
@@ -157,12 +174,15 @@ def require_done(status: int) -> None:
 
     Raises:
         MemoryError: it could not have its scratch memory.
-        IndexError: a block id or slot lies outside the KV memory; nothing was read or written.
+        IndexError: a block id or slot lies outside the KV memory, or a token id or position outside the model's tables;
+            nothing was read or written.
     """
     if status == 1:
         raise MemoryError("a kernel could not have its scratch memory")
     if status == 2:
         raise IndexError("a block id or slot of this step lies outside the KV memory")
+    if status == 3:
+        raise IndexError("a token id or position of this step lies outside the model's tables")
     assert status == 0
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels.base import AttentionMetadata, LinearWeight
+from pdserve.kernels.base import AttentionMetadata, LinearWeight, Rotation, Tables
 from pdserve.kernels.matmul import Matmul
+from pdserve.kernels.row_maxima import find_row_maxima
 from pdserve.kernels.tiles import TILE_TOKENS
 from pdserve.kernels.torch_plan import TorchPlan
 
@@ -46,6 +47,11 @@ class TorchBackend:
         return self._dtype
 
     @property
+    def device(self) -> torch.device:
+        """See `KernelBackend`."""
+        return torch.device("cpu")
+
+    @property
     def numerics(self) -> str:
         """See `KernelBackend`."""
         return self._numerics
@@ -53,6 +59,14 @@ class TorchBackend:
     def prepare_linear(self, weight_OD: Tensor, bias_O: Tensor | None) -> LinearWeight:
         """See `KernelBackend.prepare_linear`."""
         return self._matmul.prepare(weight_OD, bias_O)
+
+    def prepare_embedding(self, table_VD: Tensor, tied_head: LinearWeight | None) -> LinearWeight:
+        """See `KernelBackend.prepare_embedding`: kept as it is."""
+        return LinearWeight(table_VD, None, table_VD.shape[1], table_VD.shape[0])
+
+    def look_up(self, tables: Tables, token_ids_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Rotation]:
+        """See `KernelBackend.look_up`."""
+        return tables.embedding.data.index_select(0, token_ids_T), tables.rotation.select(positions_T)
 
     def linear(self, x_TD: Tensor, weight: LinearWeight) -> Tensor:
         """See `KernelBackend.linear`."""
@@ -62,6 +76,10 @@ class TorchBackend:
         """See `KernelBackend.linear_float32`: rounded to the backend's dtype, as its matrix library gives it."""
         product_TO = self.linear(x_TD, weight)
         return product_TO.float() if out_TO is None else out_TO.copy_(product_TO)
+
+    def linear_argmax(self, x_TD: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
+        """See `KernelBackend.linear_argmax`."""
+        return find_row_maxima(self.linear_float32(x_TD, weight))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `KernelBackend.rms_norm`."""

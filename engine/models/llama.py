@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.rope import RotaryTable
-from pdserve.kernels.base import AttentionMetadata, KernelBackend, LinearWeight
+from pdserve.engine.models.rope import build_rotation_table
+from pdserve.kernels.base import AttentionMetadata, KernelBackend, LinearWeight, Tables
 from pdserve.kernels.decoder import DecoderShape, FusedDecoder, FusingBackend, LayerHook, LayerWeights
 from pdserve.kernels.invariance import KernelShapes
 from pdserve.kernels.layer_loop import LayerLoop
@@ -21,9 +21,9 @@ from pdserve.kernels.layer_loop import LayerLoop
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """All weights; ``embedding`` is [V, D]."""
+    """All weights; ``embedding`` as `pdserve.kernels.base.KernelBackend.prepare_embedding` made it."""
 
-    embedding: Tensor
+    embedding: LinearWeight
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: LinearWeight
@@ -42,7 +42,8 @@ class CausalLM:
         self.config = config
         self.backend = backend
         self._weights = weights
-        self._rotary = RotaryTable(config.rope, config.head_dim, config.max_position_embeddings)
+        rotation = build_rotation_table(config.rope, config.head_dim, config.max_position_embeddings)
+        self._tables = Tables(weights.embedding, rotation)
         shape = DecoderShape(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
         self._decoder: FusedDecoder = (
             backend.build_decoder(weights.layers, weights.final_norm, shape)
@@ -69,14 +70,22 @@ class CausalLM:
         Returns:
             [T, D] hidden states behind the final norm, in the backend's dtype.
         """
-        rotation = self._rotary.get_rotation(metadata.positions)
-        residual_TD = self._weights.embedding[token_ids_T]
+        residual_TD, rotation = self.backend.look_up(self._tables, token_ids_T, metadata.positions)
         return self._decoder.forward(residual_TD, metadata, rotation, kv_cache, on_layer)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_RD: Tensor, out_RV: Tensor | None = None) -> Tensor:
         """Logits [R, V] float32 of hidden states [R, D]; in ``out_RV`` if that is given."""
         return self.backend.linear_float32(hidden_RD, self._weights.lm_head, out_RV)
+
+    @torch.inference_mode()
+    def find_likeliest(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest logit of each of the hidden states [R, D], the lowest token id among equals.
+
+        Returns:
+            Token ids [R] int64 and their logits [R] float32; a logit that is not finite means that some are not.
+        """
+        return self.backend.linear_argmax(hidden_RD, self._weights.lm_head)
 
     def get_kernel_shapes(self) -> KernelShapes:
         """What `pdserve.kernels.invariance.check_invariance` checks: this model's own weights and shapes."""

@@ -50,13 +50,16 @@ class _Loader:
 
     def load(self) -> ModelWeights:
         config = self._config
-        embedding = self._vector(EMBEDDING, config.vocab_size, config.hidden_size)
         layers = tuple(self._load_layer(f"model.layers.{index}.") for index in range(config.num_layers))
         final_norm = self._vector("model.norm.weight", config.hidden_size)
+        table = self._vector(EMBEDDING, config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self._reader.ignore(LM_HEAD)
-            lm_head = self._backend.prepare_linear(embedding, None)
+            lm_head = self._backend.prepare_linear(table, None)
+            embedding = self._backend.prepare_embedding(table, lm_head)
         else:
+            embedding = self._backend.prepare_embedding(table, None)
+            del table
             lm_head = self._linear(("lm_head",), (config.vocab_size,), config.hidden_size, has_bias=False)
         return ModelWeights(embedding, layers, final_norm, lm_head)
 

@@ -11,8 +11,8 @@ from pdserve.engine.models.rope_config import Llama3Scaling, RopeConfig, YarnSca
 from pdserve.kernels.base import Rotation
 
 
-class RotaryTable:
-    """cos and sin of all positions of a model's context.
+def build_rotation_table(config: RopeConfig, head_dim: int, num_positions: int) -> Rotation:
+    """The rotation of all positions of a model's context.
 
     Angles are computed in float64 and rounded once, so that a table is the same on any machine and for any size.
 
@@ -21,18 +21,11 @@ class RotaryTable:
         head_dim: H.
         num_positions: rows of the table.
     """
-
-    def __init__(self, config: RopeConfig, head_dim: int, num_positions: int) -> None:
-        frequencies = build_frequencies(config, head_dim).double()
-        angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies
-        magnitude = config.scaling.attention_factor if isinstance(config.scaling, YarnScaling) else 1.0
-        cos, sin = (angles.cos() * magnitude).float(), (angles.sin() * magnitude).float()
-        self._cos = torch.cat((cos, cos), -1)
-        self._sin = torch.cat((-sin, sin), -1)
-
-    def get_rotation(self, positions_T: Tensor) -> Rotation:
-        """The rotation of tokens at ``positions`` [T] int64."""
-        return Rotation(self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T))
+    frequencies = build_frequencies(config, head_dim).double()
+    angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies
+    magnitude = config.scaling.attention_factor if isinstance(config.scaling, YarnScaling) else 1.0
+    cos, sin = (angles.cos() * magnitude).float(), (angles.sin() * magnitude).float()
+    return Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
 
 def build_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

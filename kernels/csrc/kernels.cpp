@@ -3,12 +3,13 @@
 #include "decoder.h"
 #include "linear.h"
 #include "rows.h"
+#include "vocabulary.h"
 
 #define PDS_API __attribute__((visibility("default")))
 
 namespace {
 
-enum Status : int { kDone = 0, kNoMemory = 1, kOutsidePool = 2 };
+enum Status : int { kDone = 0, kNoMemory = 1, kOutsidePool = 2, kOutsideTables = 3 };
 
 }  // namespace
 
@@ -26,6 +27,19 @@ PDS_API int pds_linear(const uint16_t* x, int64_t x_stride, int64_t rows, const 
 PDS_API int pds_linear_float32(const uint16_t* x, int64_t x_stride, int64_t rows, const Linear* layer, float* out,
                                int64_t threads) {
   return multiply_linear(x, x_stride, rows, *layer, out, layer->out_features, threads) ? kDone : kNoMemory;
+}
+
+// Each row's largest output, with the lowest index among equals.
+PDS_API int pds_linear_argmax(const uint16_t* x, int64_t x_stride, int64_t rows, const Linear* layer, int64_t* indices,
+                              float* values, int64_t threads) {
+  return find_largest(x, x_stride, rows, *layer, threads, indices, values) ? kDone : kNoMemory;
+}
+
+PDS_API int pds_look_up(const Tables* tables, const int64_t* token_ids, const int64_t* positions, int64_t tokens,
+                        uint16_t* embedded, float* rotation, int64_t threads) {
+  if (!are_in_tables(*tables, token_ids, positions, tokens)) return kOutsideTables;
+  look_up(*tables, token_ids, positions, tokens, embedded, rotation, threads);
+  return kDone;
 }
 
 PDS_API void pds_rms_norm(const uint16_t* x, int64_t rows, int64_t width, const uint16_t* weight, float eps,

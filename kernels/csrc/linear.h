@@ -157,26 +157,33 @@ void multiply_on_threads(const Product& product, const LinearCall<Out>& call) {
       &shared);
 }
 
-// out [rows, out_features] = x [rows, in_features] @ weight.T + bias. False when there is no memory.
-template <class Out>
-bool multiply_linear(const uint16_t* x, int64_t x_stride, int64_t rows, const Linear& layer, Out* out,
-                     int64_t out_stride, int64_t threads) {
-  const LinearCall<Out> call{rows, &layer, out, out_stride, threads};
+// Calls use(product) with the rows in the form that the layer's weights are multiplied with. False when there is no memory.
+template <class Use>
+bool with_product(const uint16_t* x, int64_t x_stride, int64_t rows, const Linear& layer, int64_t threads, Use use) {
   if (layer.format == pds::kInt8Inputs) {
     const Int8Rows rounded = round_rows(x, x_stride, rows, layer.in_features, threads);
     if (rounded.data == nullptr) return false;
-    multiply_on_threads(QuadProduct{rounded, quads_of(layer.in_features)}, call);
+    use(QuadProduct{rounded, quads_of(layer.in_features)});
     return true;
   }
   const Rows prepared = prepare_rows(x, x_stride, rows, layer.in_features);
   if (prepared.data == nullptr) return false;
   const int64_t pairs = pairs_of(layer.in_features);
   if (layer.format == pds::kInt8) {
-    multiply_on_threads(PairProduct<int8_t>{prepared, pairs}, call);
+    use(PairProduct<int8_t>{prepared, pairs});
   } else {
-    multiply_on_threads(PairProduct<uint16_t>{prepared, pairs}, call);
+    use(PairProduct<uint16_t>{prepared, pairs});
   }
   return true;
+}
+
+// out [rows, out_features] = x [rows, in_features] @ weight.T + bias. False when there is no memory.
+template <class Out>
+bool multiply_linear(const uint16_t* x, int64_t x_stride, int64_t rows, const Linear& layer, Out* out,
+                     int64_t out_stride, int64_t threads) {
+  const LinearCall<Out> call{rows, &layer, out, out_stride, threads};
+  return with_product(x, x_stride, rows, layer, threads,
+                      [&](const auto& product) { multiply_on_threads(product, call); });
 }
 
 }  // namespace

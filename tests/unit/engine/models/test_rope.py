@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pdserve.engine.models.rope import RotaryTable, build_frequencies
+from pdserve.engine.models.rope import build_frequencies, build_rotation_table
 from pdserve.engine.models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
@@ -41,7 +41,7 @@ def test_yarn_keeps_fast_and_divides_slow_frequencies() -> None:
 @pytest.mark.parametrize("scaling", [None, YarnScaling(4.0, 64, 1.25, 32.0, 1.0, True)])
 def test_a_rotation_turns_pairs_by_position_and_scales_by_the_attention_factor(scaling: YarnScaling | None) -> None:
     config = RopeConfig(1e4, scaling, 256)
-    rotation = RotaryTable(config, 8, 256).get_rotation(torch.tensor([0, 200]))
+    rotation = build_rotation_table(config, 8, 256).select(torch.tensor([0, 200]))
     magnitude = 1.0 if scaling is None else 1.25
     angles = 200 * build_frequencies(config, 8).double()
     expected = torch.cat((angles.cos(), angles.cos())) * magnitude
@@ -54,7 +54,7 @@ def test_a_rotation_turns_pairs_by_position_and_scales_by_the_attention_factor(s
 def test_a_table_does_not_depend_on_its_size() -> None:
     config = RopeConfig(1e5, None, 4096)
     positions = torch.tensor([0, 1, 77, 999])
-    small = RotaryTable(config, 64, 1000).get_rotation(positions)
-    large = RotaryTable(config, 64, 4096).get_rotation(positions)
+    small = build_rotation_table(config, 64, 1000).select(positions)
+    large = build_rotation_table(config, 64, 4096).select(positions)
     assert torch.equal(small.cos_TH, large.cos_TH)
     assert torch.equal(small.sin_TH, large.sin_TH)

@@ -48,6 +48,15 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     assert sample_one(logits, GREEDY, [1], 1) == 4
 
 
+def test_the_likeliest_tokens_need_no_logits() -> None:
+    rows = [make_row(f"r{i}", GREEDY, [1], 1) for i in range(3)]
+    logits = torch.tensor([4.0, torch.nan, -2.0])
+    output = Sampler(frozenset({EOS})).take_likeliest(torch.tensor([7, 8, 9]), logits, rows)
+    assert output.token_ids == {"r0": 7, "r2": 9}
+    assert output.failed == {"r1": "the model produced logits that are not finite"}
+    assert not output.logprobs
+
+
 @pytest.mark.parametrize(
     ("params", "allowed"),
     [
