@@ -32,6 +32,7 @@ from pdserve.connectors.base import (
     ScheduledTokens,
     StepPlan,
 )
+from pdserve.connectors.testing.counters import require_plausible
 from pdserve.connectors.testing.kv_content import Bytes, KVContent
 from pdserve.connectors.testing.pool import BlockMemory
 from pdserve.connectors.testing.violations import RuleViolationError
@@ -348,6 +349,7 @@ class EngineHarness:
             self.memory.fill(live.block_ids, live.token_ids, positions, live.salt, layer)
 
     def _take_report(self, output: ConnectorOutput) -> None:
+        require_plausible(output)
         self.stats.add(output.stats)
         for request_id in output.finished_sending | output.failed_sending:
             self._take_sent(request_id, whole=request_id not in output.failed_sending)

@@ -109,6 +109,7 @@ class RankPair:
         output = self._get_first().get_finished(finished_request_ids)
         second = self._second.get_finished(())
         output.stats.add(second.stats)
+        output.parts, output.received_bytes = {}, {}
         for report, found in zip(self._reports, (output, second), strict=True):
             report.update(dict.fromkeys(found.finished_receiving))
             report.update(found.failed_receiving)

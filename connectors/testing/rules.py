@@ -10,7 +10,7 @@ class Rule:
     """One rule.
 
     Attributes:
-        id: ``R1`` … ``R22``.
+        id: ``R1`` … ``R23``.
         title: a few words.
         what: what must hold, in one sentence.
     """
@@ -66,6 +66,9 @@ RULES: tuple[Rule, ...] = (
         "R22",
         "Wires carry plain, bounded data",
         "No pickle, small plain messages; parameters from outside are checked, never believed.",
+    ),
+    Rule(
+        "R23", "Counters add up", "What a connector counts as moved has moved, once; what it lost is counted by kind."
     ),
 )
 

@@ -12,7 +12,12 @@ from pdserve.connectors.testing.bench import Bench
 from pdserve.connectors.testing.check import Check
 from pdserve.connectors.testing.patience import Patience
 from pdserve.connectors.testing.target import ConformanceTarget
-from pdserve.connectors.testing.violations import NotOfferedError, RuleViolationError, UndeclaredAbilityError
+from pdserve.connectors.testing.violations import (
+    NotDeclaredError,
+    NotOfferedError,
+    RuleViolationError,
+    UndeclaredAbilityError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +105,8 @@ def _judge(check: Check, bench: Bench) -> tuple[Verdict, str, str | None]:
         bench.settle()
     except NotOfferedError as missing:
         return Verdict.NOT_OFFERED, str(missing), None
+    except NotDeclaredError as missing:
+        return Verdict.NOT_DECLARED, str(missing), None
     except UndeclaredAbilityError as ability:
         return Verdict.WARNING, str(ability), None
     except RuleViolationError as violation:

@@ -21,5 +21,9 @@ class UndeclaredAbilityError(Exception):
     """The connector does what it does not declare; a warning, not a failure."""
 
 
+class NotDeclaredError(Exception):
+    """The connector does not claim what a check is about; a run showed it, not its features."""
+
+
 class NotOfferedError(Exception):
     """The target has no way to do what a check needs; the check is skipped with this reason."""

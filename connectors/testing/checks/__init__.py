@@ -6,6 +6,7 @@ from pdserve.connectors.testing.check import Check, Level
 from pdserve.connectors.testing.checks import (
     anything,
     composition,
+    counters,
     declared,
     engine,
     identity,
@@ -26,6 +27,7 @@ CHECKS: tuple[Check, ...] = (
     *identity.CHECKS,
     *ranks.CHECKS,
     *composition.CHECKS,
+    *counters.CHECKS,
     *integrity.CHECKS,
     *leases.CHECKS,
     *peers.CHECKS,

@@ -22,6 +22,9 @@ def two_engines_answer_as_one(bench: Bench) -> None:
     with engine_pair(bench, model) as pair:
         answers = ask(bench, pair, questions)
         pair.settle(_SETTLE_S)
+        hits, loaded = pair.count_hits(), pair.count_loaded_blocks()
+    # What a connector does not count at all it may leave to others.
+    bench.require(not loaded or hits == loaded, f"blocks by connector: {hits} found, {loaded} loaded", "R23")
     for question, answer in zip(questions, answers, strict=True):
         num_computed = len(question.prompt) - answer.num_cached_tokens
         bench.require(num_computed == 0, f"decode computed {num_computed} of {len(question.prompt)} prompt tokens")

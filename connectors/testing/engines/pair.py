@@ -23,6 +23,11 @@ BLOCK_SIZE = 8
 _TIMEOUT_S = 60.0
 _PAUSE_S = 0.0003
 _LEASE_S = 3.0
+_GAUGES_AT_REST: Sequence[tuple[str, dict[str, str]]] = (
+    ("transfers_running", {"direction": "load"}),
+    ("transfers_running", {"direction": "save"}),
+    ("leases", {}),
+)
 
 
 @dataclass
@@ -139,16 +144,40 @@ class EnginePair:
             self.step()
             if time.monotonic() > deadline:
                 raise RuleViolationError("R9", f"{self.num_used_blocks} blocks stay in use when all requests are over")
+        self._require_quiet_gauges()
 
     @property
     def num_used_blocks(self) -> int:
         """Blocks that requests or transfers hold, in both engines."""
         return self.prefill.get_load().num_used_blocks + self.decode.get_load().num_used_blocks
 
+    def count_hits(self) -> dict[str, float]:
+        """Blocks that the decode engine's lookups found, by connector."""
+        return self._count_blocks("pdserve_kv_lookup_blocks_total", "result", "hit")
+
+    def count_loaded_blocks(self) -> dict[str, float]:
+        """Blocks that the decode engine's connector says it loaded, by connector."""
+        return self._count_blocks("pdserve_kv_transfer_blocks_total", "direction", "load")
+
     def close(self) -> None:
         """End both engines."""
         for engine in (self.prefill, self.decode):
             engine.close()
+
+    def _require_quiet_gauges(self) -> None:
+        for engine in (self.prefill, self.decode):
+            for gauge, labels in _GAUGES_AT_REST:
+                value = engine.get_stats().registry.get_sample_value(f"pdserve_kv_{gauge}", labels)
+                if value != 0:
+                    raise RuleViolationError("R23", f"{gauge} {labels} is {value} when all requests are over")
+
+    def _count_blocks(self, name: str, label: str, value: str) -> dict[str, float]:
+        return {
+            sample.labels["connector"]: sample.value
+            for metric in self.decode.get_stats().registry.collect()
+            for sample in metric.samples
+            if sample.name == name and sample.labels[label] == value and sample.value
+        }
 
     def _build(self, role: Role, settings: Mapping[str, Any]) -> EngineCore:
         target = self._bench.target

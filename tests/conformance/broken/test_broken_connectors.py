@@ -11,10 +11,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import broken_compositions
+import broken_counters
 import broken_directs
 import broken_stores
 import layerwise_stores
 import queue_directs
+from broken_counters import CountingStore
 from honest_direct import HonestDirect
 from honest_store import HonestStore
 from layerwise_stores import LayerwiseStore
@@ -38,6 +40,7 @@ BROKEN: list[tuple[type[KVConnector], str]] = [
     *broken_directs.BROKEN,
     *queue_directs.BROKEN,
     *broken_compositions.BROKEN,
+    *broken_counters.BROKEN,
 ]
 
 
@@ -83,7 +86,7 @@ def test_an_honest_connector_passes_in_any_order_and_between_engines(
 
 
 @pytest.mark.parametrize(
-    "connector", [HonestStore, LayerwiseStore, HonestDirect, HonestQueue, *broken_compositions.HONEST]
+    "connector", [CountingStore, LayerwiseStore, HonestDirect, HonestQueue, *broken_compositions.HONEST]
 )
 def test_an_honest_connector_passes(connector: type[KVConnector], tmp_path: Path) -> None:
     verdicts = judge(connector, tmp_path)

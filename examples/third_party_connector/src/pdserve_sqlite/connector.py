@@ -156,6 +156,8 @@ class SqliteWorker:
                 block = self._blocks[block_id]
                 block[:] = np.frombuffer(payload, dtype=np.uint8).reshape(block.shape)
                 num_good += num_tokens
+                self._report.stats.num_blocks_loaded += 1
+                self._report.stats.num_bytes_loaded += len(payload)
             if num_good >= load.num_tokens:
                 self._report.finished_receiving.add(load.request_id)
             else:
@@ -192,13 +194,18 @@ class SqliteWorker:
         self._table.close()
 
     def _store(self, digest: bytes, num_tokens: int, block_id: int) -> bool:
-        """Store one block, with zeros in the slots behind a partial block's tokens."""
+        """Store one block unless it is there, with zeros in the slots behind a partial block's tokens."""
+        key = BlockKey(digest, num_tokens)
+        if self._table.has(key):
+            return True
         block = self._blocks[block_id].copy()
         block[:, num_tokens:] = 0
-        is_stored = self._table.write(BlockKey(digest, num_tokens), block.tobytes())
-        if not is_stored:
+        if not self._table.write(key, block.tobytes()):
             self._report.stats.count_failure("io")
-        return is_stored
+            return False
+        self._report.stats.num_blocks_saved += 1
+        self._report.stats.num_bytes_saved += block.nbytes
+        return True
 
 
 class SqliteConnector:
