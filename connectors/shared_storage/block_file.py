@@ -19,14 +19,15 @@ def write_all(fd: int, data: memoryview) -> None:
         data = data[os.writev(fd, [data]) :]
 
 
-def read_block(fd: int, block_format: BlockFormat, key: BlockKey, payload: memoryview) -> None:
+def read_block(fd: int, file_bytes: int, block_format: BlockFormat, key: BlockKey, payload: memoryview) -> None:
     """Read the file into ``payload`` and verify all of it.
 
-    The header is verified before the first payload byte is read, so another model's block never touches KV
-    memory; a payload with a wrong checksum has touched it, and the caller wipes it.
+    What is there is read before it is verified: a file may be written over at any time, for another block. So other
+    bytes may have touched ``payload`` when this fails, and the caller wipes it.
 
     Args:
         fd: open for reading.
+        file_bytes: the file's size.
         block_format: the model's.
         key: what the file must hold.
         payload: one block's contiguous writable bytes.
@@ -35,16 +36,20 @@ def read_block(fd: int, block_format: BlockFormat, key: BlockKey, payload: memor
         InvalidBlockError: the file holds anything else.
         OSError: it could not be read.
     """
-    file_bytes = os.fstat(fd).st_size
-    header = os.pread(fd, HEADER_BYTES, 0)
-    block_format.verify_header(key, header, file_bytes)
-    _read_all(fd, payload, HEADER_BYTES)
-    block_format.verify_payload(header, payload)
+    header = bytearray(HEADER_BYTES)
+    num_read = _read_all(fd, memoryview(header), payload)
+    block_format.verify_header(key, bytes(header[:num_read]), file_bytes)
+    if num_read < HEADER_BYTES + len(payload):
+        raise InvalidBlockError("truncated")
+    block_format.verify_payload(bytes(header), payload)
 
 
-def _read_all(fd: int, target: memoryview, offset: int) -> None:
-    while target:
-        count = os.preadv(fd, [target], offset)
-        if count == 0:
-            raise InvalidBlockError("truncated")
-        target, offset = target[count:], offset + count
+def _read_all(fd: int, header: memoryview, payload: memoryview) -> int:
+    """Fill both from the file's start, with one call if the system gives all at once; how many bytes there were."""
+    num_read = count = os.preadv(fd, [header, payload], 0)
+    while count and num_read < len(header) + len(payload):
+        behind = num_read - len(header)
+        rest = [header[behind:], payload] if behind < 0 else [payload[behind:]]
+        count = os.preadv(fd, rest, num_read)
+        num_read += count
+    return num_read

@@ -1,37 +1,41 @@
-"""Keeps the store below its limit by evicting what was used longest ago.
+"""Keeps the store below its limit: in a full one, a new block is written over the file that was used longest ago.
 
-Every writing engine runs this for itself: it takes an inventory now and then, adds its own writes, and evicts when
-the sum passes the limit. Two engines that evict at once remove the same oldest files; nothing is locked.
+Overwriting is more than room: memory or disk blocks that a file has already cost the system nothing, new ones are most
+of a write's time. A reader that still has the old file open finds other bytes than it came for, by the checksum.
+
+Every writing engine runs this for itself: it takes an inventory now and then, adds its own writes, and takes a file
+for each write when the sum passes the limit. Two engines never get one file, for it is moved first; nothing is locked.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
-from pdserve.connectors.shared_storage.directory import BlockDirectory, StoredFile
+from pdserve.connectors.blocks.failures import WarningLimiter
+from pdserve.connectors.shared_storage.directory import BlockDirectory, StoredFile, UnpublishedFile
+from pdserve.kv_layout import BlockKey
 
 logger = logging.getLogger(__name__)
 
 _INVENTORY_INTERVAL_S = 30.0
-_LOW_WATER = 0.9
 _DEFAULT_SHARE = 4
 _RESERVE_SHARE = 20
-_FULL_DISK_ROOM_BLOCKS = 16
+# Some ten megabytes of names; the inventory is taken anew when they are used up.
+_MAX_KNOWN_FILES = 1 << 16
 
 
 class CapacityKeeper:
-    """Makes room for writes. Used by the writer threads.
+    """Where files for new blocks come from. Used by the writer threads.
 
     Args:
         directory: the store.
         max_bytes: the limit; None = a quarter of the file system, and at most what is free less a reserve of 5 %,
             looked at anew with each inventory.
-        min_age_s: files younger than this go only when the limit cannot be kept otherwise.
+        min_age_s: that a younger file has to go is told in the log: it may be on its way to a decode engine.
         clock: monotonic seconds.
         wall_clock: seconds since the epoch, for files' ages.
     """
@@ -46,69 +50,114 @@ class CapacityKeeper:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._directory = directory
+        self._file_bytes = directory.file_bytes
         self._max_bytes = max_bytes
         self._min_age_s = min_age_s
         self._clock = clock
         self._wall_clock = wall_clock
+        self._warnings = WarningLimiter(logger, clock)
         self._lock = threading.Lock()
+        self._oldest: deque[StoredFile] = deque()
         self._used_bytes = 0
         self._limit_bytes = 0
         self._inventory_due = float("-inf")
 
-    def make_room(self, num_bytes: int) -> None:
-        """Evict until ``num_bytes`` more fit below the limit; called before a write, which is counted as done.
+    def open_file(self, key: BlockKey) -> UnpublishedFile:
+        """A temporary file for ``key`` that fits below the limit: a new one, or that of an evicted block.
+
+        It ends with the directory's `publish_file`, or with `discard_file` here.
+
+        Raises:
+            OSError: no room, no permission, or the directory is gone.
+        """
+        while (victim := self._find_victim()) is not None:
+            file = self._evict(victim, key)
+            if file is not None:
+                return file
+        try:
+            return self._directory.create_file(key)
+        except OSError:
+            self._release(self._file_bytes)
+            raise
+
+    def open_file_on_full_disk(self, key: BlockKey) -> UnpublishedFile | None:
+        """The disk itself is full: the file of the block that was used longest ago, or None when there is none.
 
         Raises:
             OSError: the directory is gone.
         """
+        while (victim := self._take_oldest()) is not None:
+            file = self._evict(victim, key)
+            if file is not None:
+                return file
+        return None
+
+    def discard_file(self, file: UnpublishedFile) -> None:
+        """Remove a file that will not be published."""
+        self._directory.discard_file(file)
+        self._release(self._file_bytes)
+
+    def _find_victim(self) -> StoredFile | None:
+        """What has to go for one block more; None when there is room, which is taken, or nothing to evict."""
         with self._lock:
             if self._clock() >= self._inventory_due:
                 self._take_inventory()
-            if self._used_bytes + num_bytes > self._limit_bytes:
-                files = self._take_inventory()
-                young = self._evict(files, int(self._limit_bytes * _LOW_WATER) - num_bytes, self._min_age_s)
-                self._evict(young, self._limit_bytes - num_bytes, 0.0)
-            self._used_bytes += num_bytes
+            has_room = self._used_bytes + self._file_bytes <= self._limit_bytes
+        victim = None if has_room else self._take_oldest()
+        if victim is None:
+            self._release(-self._file_bytes)
+        return victim
 
-    def make_room_on_full_disk(self, file_bytes: int) -> bool:
-        """The disk itself is full: remove the oldest blocks, however young; whether that freed anything.
-
-        Raises:
-            OSError: the directory is gone.
-        """
+    def _take_oldest(self) -> StoredFile | None:
         with self._lock:
-            files = self._take_inventory()
-            wanted = max(self._used_bytes - _FULL_DISK_ROOM_BLOCKS * file_bytes, 0)
-            return len(self._evict(files, wanted, 0.0)) < len(files)
+            if not self._oldest:
+                self._take_inventory()
+            return self._oldest.popleft() if self._oldest else None
 
-    def _take_inventory(self) -> list[StoredFile]:
-        """Look at what is there, oldest first, and set the limit by it."""
+    def _evict(self, victim: StoredFile, key: BlockKey) -> UnpublishedFile | None:
+        """The victim's file for ``key``; None when there is none.
+
+        It was used since it was listed, or is gone (then another engine's block has its room), or had to go because
+        the store is above its limit.
+        """
+        if self._directory.find_mtime(victim.path) != victim.mtime:
+            return None
+        self._warn_of_age(victim)
+        if self._used_bytes > self._limit_bytes:
+            self._directory.remove_file(victim)
+            self._release(victim.size_bytes)
+            return None
+        file = self._directory.reuse_file(victim, key)
+        if file is not None:
+            self._release(victim.size_bytes - self._file_bytes)
+        return file
+
+    def _release(self, num_bytes: int) -> None:
+        with self._lock:
+            self._used_bytes -= num_bytes
+
+    def _warn_of_age(self, victim: StoredFile) -> None:
+        age_s = self._wall_clock() - victim.mtime
+        if age_s < self._min_age_s:
+            self._warnings.warn(
+                "evicted",
+                f"{self._directory.root} is too small: KV is evicted {max(age_s, 0.0):.1f} s after its last use, "
+                "perhaps before it was loaded; raise max_bytes",
+            )
+
+    def _take_inventory(self) -> None:
+        """Look at what is there, and set the limit by it."""
         num_stale = self._directory.reap_stale_temps()
         if num_stale:
             logger.info("removed %d unfinished files of engines that died", num_stale)
         files = sorted(self._directory.list_files(), key=lambda file: file.mtime)
+        self._oldest = deque(files[:_MAX_KNOWN_FILES])
         self._used_bytes = sum(file.size_bytes for file in files)
         self._limit_bytes = self._get_limit()
         self._inventory_due = self._clock() + _INVENTORY_INTERVAL_S
-        return files
 
     def _get_limit(self) -> int:
         if self._max_bytes is not None:
             return self._max_bytes
         total, free = self._directory.get_space()
         return max(min(total // _DEFAULT_SHARE, self._used_bytes + free - total // _RESERVE_SHARE), 0)
-
-    def _evict(self, files: list[StoredFile], target_bytes: int, min_age_s: float) -> list[StoredFile]:
-        """Remove files, oldest first, until the store takes ``target_bytes``; the files that stay."""
-        youngest = self._wall_clock() - min_age_s
-        num_removed = 0
-        for file in files:
-            if self._used_bytes <= target_bytes or file.mtime > youngest:
-                break
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(file.path)
-            self._used_bytes -= file.size_bytes
-            num_removed += 1
-        if num_removed:
-            logger.debug("evicted %d blocks from %s", num_removed, self._directory.root)
-        return files[num_removed:]

@@ -3,13 +3,14 @@
 ::
 
     root/3/f/3fa0….kv         one file a block, named by its key
-    root/tmp/3fa0….<unique>   a block being written; renamed into place when it is whole
+    root/tmp/3fa0….<unique>   a block being written, in a new or an evicted file; renamed into place when it is whole
 
 Two levels of sixteen: directories stay small up to a few million blocks, and an inventory opens 256 of them.
 
 Engines on several machines may share the directory. Nothing here needs locks, memory maps or a clock in common:
-a rename is atomic, two writers of one key publish equal bytes, and a file that disappears is a miss. The root is
-made once, at start; when somebody removes it later it is not made again, for `pdserve up` removes its own at exit.
+a rename is atomic, two writers of one key publish equal bytes, and a file that disappears is a miss. Whoever moves a
+file to ``tmp`` owns it; a reader that had it open may see it change, which its checksum tells. The root is made
+once, at start; when somebody removes it later it is not made again, for `pdserve up` removes its own at exit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -57,11 +59,14 @@ class BlockDirectory:
         root: the directory.
         file_bytes: size of a whole file; one of another size counts as absent.
         wall_clock: seconds since the epoch, for ages.
+
+    Attributes:
+        file_bytes: as given.
     """
 
     def __init__(self, root: Path, file_bytes: int, wall_clock: Callable[[], float] = time.time) -> None:
         self._root = str(root)
-        self._file_bytes = file_bytes
+        self.file_bytes = file_bytes
         self._wall_clock = wall_clock
         self._token = secrets.token_hex(6)
         self._serial = itertools.count()
@@ -93,7 +98,7 @@ class BlockDirectory:
     def has(self, key: BlockKey) -> bool:
         """Whether a whole file for ``key`` is there now; what cannot be read counts as absent."""
         try:
-            return os.stat(self._path_of(key)).st_size == self._file_bytes
+            return os.stat(self._path_of(key)).st_size == self.file_bytes
         except OSError:
             return False
 
@@ -105,11 +110,18 @@ class BlockDirectory:
         except OSError:
             return False
         self._touch(path, found)
-        return found.st_size == self._file_bytes
+        return found.st_size == self.file_bytes
 
-    def note_use(self, fd: int) -> None:
+    def note_use(self, fd: int, found: os.stat_result) -> None:
         """The file was read: eviction spares it."""
-        self._touch(fd, os.fstat(fd))
+        self._touch(fd, found)
+
+    def is_file_of(self, key: BlockKey, found: os.stat_result) -> bool:
+        """Whether the file that was ``found`` is ``key``'s now; it is not after it was evicted or replaced."""
+        try:
+            return os.path.samestat(os.stat(self._path_of(key)), found)
+        except OSError:
+            return False
 
     @contextlib.contextmanager
     def open_for_reading(self, key: BlockKey) -> Iterator[int]:
@@ -124,28 +136,36 @@ class BlockDirectory:
         finally:
             os.close(fd)
 
-    def publish(self, key: BlockKey, write: Callable[[int], None]) -> None:
-        """Let ``write`` fill a temporary file, then put it in ``key``'s place in one move.
-
-        Raises:
-            OSError: no room, no permission, or the directory is gone. Nothing is left behind.
-        """
-        file = self.create_file(key)
-        try:
-            write(file.fd)
-        except OSError:
-            self.discard_file(file)
-            raise
-        self.publish_file(file)
-
     def create_file(self, key: BlockKey) -> UnpublishedFile:
         """An empty temporary file for ``key``; it ends with `publish_file` or `discard_file`.
 
         Raises:
             OSError: no room, no permission, or the directory is gone.
         """
-        path = f"{self._root}/tmp/{key.hex}.{self._token}-{next(self._serial)}"
+        path = self._name_temp(key)
         return UnpublishedFile(key, path, self._create(path))
+
+    def reuse_file(self, file: StoredFile, key: BlockKey) -> UnpublishedFile | None:
+        """Take a published block's file as the temporary file for ``key``, with what is in it if the size is right.
+
+        Returns:
+            None when it is gone, or cannot be written to and was removed.
+        """
+        path = self._name_temp(key)
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        if file.size_bytes != self.file_bytes:
+            flags |= os.O_TRUNC
+        try:
+            if self._wall_clock() - file.mtime > _STALE_TEMP_S / 2:
+                os.utime(file.path, follow_symlinks=False)  # in tmp it must not look like a dead writer's
+            os.rename(file.path, path)
+        except FileNotFoundError:
+            return None
+        try:
+            return UnpublishedFile(key, path, os.open(path, flags))
+        except OSError:
+            _unlink(path)
+            return None
 
     def publish_file(self, file: UnpublishedFile) -> None:
         """Put a whole file in its key's place in one move.
@@ -172,6 +192,22 @@ class BlockDirectory:
         A good file that another engine publishes in this moment may be hit; that costs a miss.
         """
         _unlink(self._path_of(key))
+
+    def remove_file(self, file: StoredFile) -> None:
+        """Remove a listed file; one that is gone is no error.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file.path)
+
+    def find_mtime(self, path: str) -> float | None:
+        """When a listed file was used last; None when it is gone."""
+        try:
+            return os.lstat(path).st_mtime
+        except FileNotFoundError:
+            return None
 
     def list_files(self) -> list[StoredFile]:
         """All published blocks, in no order.
@@ -205,6 +241,9 @@ class BlockDirectory:
         """
         stats = os.statvfs(self._root)
         return stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
+
+    def _name_temp(self, key: BlockKey) -> str:
+        return f"{self._root}/tmp/{key.hex}.{self._token}-{next(self._serial)}"
 
     def _path_of(self, key: BlockKey) -> str:
         name = key.hex
@@ -252,5 +291,6 @@ def _list_blocks(directory: str) -> list[StoredFile]:
             if entry.name.endswith(_SUFFIX):
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
-                    files.append(StoredFile(entry.path, found.st_size, found.st_mtime))
+                    if stat.S_ISREG(found.st_mode):
+                        files.append(StoredFile(entry.path, found.st_size, found.st_mtime))
     return files

@@ -19,7 +19,7 @@ class FileDraft:
     Args:
         directory: where the file will be.
         block_format: makes the header.
-        capacity: makes room.
+        capacity: gives the file.
         key: the block's.
     """
 
@@ -27,12 +27,12 @@ class FileDraft:
         self, directory: BlockDirectory, block_format: BlockFormat, capacity: CapacityKeeper, key: BlockKey
     ) -> None:
         self._directory = directory
+        self._capacity = capacity
         self._format = block_format
         self._checksum = block_format.start_checksum(key)
         self._file: UnpublishedFile | None = None
         try:
-            capacity.make_room(block_format.value_bytes)
-            self._file = directory.create_file(key)
+            self._file = capacity.open_file(key)
             os.lseek(self._file.fd, HEADER_BYTES, os.SEEK_SET)
         except OSError:
             self.abandon()
@@ -56,7 +56,7 @@ class FileDraft:
             os.lseek(file.fd, 0, os.SEEK_SET)
             write_all(file.fd, memoryview(self._format.build_header(file.key, self._checksum)))
         except OSError:
-            self._directory.discard_file(file)
+            self._capacity.discard_file(file)
             return False
         try:
             self._directory.publish_file(file)
@@ -68,4 +68,4 @@ class FileDraft:
         """Remove the file."""
         file, self._file = self._file, None
         if file is not None:
-            self._directory.discard_file(file)
+            self._capacity.discard_file(file)

@@ -1,8 +1,8 @@
-"""Blocks as files: reads straight into KV memory, writes with room made, every failure of the disk a kind."""
+"""Blocks as files: read straight into KV memory, written over old ones in a full store, every failure a kind."""
 
 from __future__ import annotations
 
-import functools
+import os
 from collections.abc import Generator, Sequence
 
 from pdserve.connectors.blocks.block_format import BlockFormat
@@ -12,7 +12,7 @@ from pdserve.connectors.blocks.messages import BlockTransfer
 from pdserve.connectors.blocks.store import SealedBlock, WriteResult
 from pdserve.connectors.shared_storage.block_file import read_block, write_all
 from pdserve.connectors.shared_storage.capacity import CapacityKeeper
-from pdserve.connectors.shared_storage.directory import BlockDirectory
+from pdserve.connectors.shared_storage.directory import BlockDirectory, UnpublishedFile
 from pdserve.connectors.shared_storage.failures import classify_os_error
 from pdserve.connectors.shared_storage.file_draft import FileDraft
 from pdserve.kv_layout import BlockKey
@@ -24,7 +24,7 @@ class FileStore:
     Args:
         directory: where files are.
         block_format: how they are verified.
-        capacity: makes room.
+        capacity: gives files to write to.
     """
 
     def __init__(self, directory: BlockDirectory, block_format: BlockFormat, capacity: CapacityKeeper) -> None:
@@ -59,32 +59,48 @@ class FileStore:
         key = block.key
         try:
             with self._directory.open_for_reading(key) as fd:
-                read_block(fd, self._format, key, memory.get_view(block.block_id))
-                self._directory.note_use(fd)
-            return None
-        except InvalidBlockError as error:
-            self._directory.remove(key)
-            failure = Failure(error.kind, f"its file is {error.kind} and was removed")
+                found = os.fstat(fd)
+                try:
+                    read_block(fd, found.st_size, self._format, key, memory.get_view(block.block_id))
+                    self._directory.note_use(fd, found)
+                    return None
+                except InvalidBlockError as error:
+                    failure = self._reject(key, found, error)
         except OSError as error:
             failure = classify_os_error(error)
         memory.wipe(block.block_id)
         return failure
 
+    def _reject(self, key: BlockKey, found: os.stat_result, error: InvalidBlockError) -> Failure:
+        """Remove a damaged file; one that is the key's no longer is not damaged, but another block's by now."""
+        if not self._directory.is_file_of(key, found):
+            return Failure("missing", "it was evicted while it was read")
+        self._directory.remove(key)
+        return Failure(error.kind, f"its file is {error.kind} and was removed")
+
     def _write_block(self, block: SealedBlock) -> Failure | None:
         try:
-            self._capacity.make_room(self._format.value_bytes)
-            self._publish(block)
+            self._fill(self._capacity.open_file(block.key), block.value)
+        except OSError as error:
+            failure = classify_os_error(error)
+            return failure if failure.kind != "no_space" else self._write_on_full_disk(block, failure)
+        return None
+
+    def _write_on_full_disk(self, block: SealedBlock, failure: Failure) -> Failure | None:
+        """Write over the oldest file, which takes no room that was not taken before."""
+        try:
+            file = self._capacity.open_file_on_full_disk(block.key)
+            if file is None:
+                return failure
+            self._fill(file, block.value)
         except OSError as error:
             return classify_os_error(error)
         return None
 
-    def _publish(self, block: SealedBlock) -> None:
-        write = functools.partial(write_all, data=block.value)
+    def _fill(self, file: UnpublishedFile, value: memoryview) -> None:
         try:
-            self._directory.publish(block.key, write)
-        except OSError as error:
-            if classify_os_error(error).kind != "no_space":
-                raise
-            if not self._capacity.make_room_on_full_disk(self._format.value_bytes):
-                raise
-            self._directory.publish(block.key, write)
+            write_all(file.fd, value)
+        except OSError:
+            self._capacity.discard_file(file)
+            raise
+        self._directory.publish_file(file)

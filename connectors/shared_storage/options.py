@@ -33,7 +33,7 @@ class StorageOptions(TransferOptions):
     Attributes:
         path: the directory; every engine that shares KV names the same one.
         max_bytes: the store is kept below this; None = a quarter of the file system, and at most what is free.
-        min_age_s: files younger than this are evicted last: they may be on their way to a decode instance.
+        min_age_s: evicting a file younger than this is told in the log: it may be on its way to a decode instance.
         layerwise: write a block's first layers while its last ones are computed.
     """
 

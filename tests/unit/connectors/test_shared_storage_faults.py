@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import shutil
@@ -186,6 +187,67 @@ def test_a_file_that_cannot_be_read(make_engine, store: Path) -> None:
 
     assert load_damaged(decode, replace_by_directory) == BAD * S
     assert decode.stats.failures == {"io": 1}
+
+
+@pytest.mark.parametrize("num_read", [0, 8, 40, HEADER_BYTES, HEADER_BYTES + 1, FILE_BYTES - 1])
+def test_a_file_written_over_while_it_is_read_is_a_miss(
+    make_engine, store: Path, monkeypatch: pytest.MonkeyPatch, num_read: int
+) -> None:
+    """A full store: after so many bytes of a block, all files become another prompt's, under the reader's hands."""
+    prefill = make_engine("prefill", max_bytes=5 * FILE_BYTES, min_age_s=0)
+    decode = make_engine("decode")
+    prefill.send("p", PROMPT)
+    decode.submit("d", PROMPT)
+    block_ids = decode.admit("d", decode.lookup("d").num_tokens or 0)
+    inode = path_of(prefill, store).stat().st_ino
+    other = [7] * len(PROMPT)
+    real_read = os.preadv
+
+    def read_beside_writer(fd, parts, offset):
+        if os.fstat(fd).st_ino != inode or offset:
+            return real_read(fd, parts, offset)
+        start = [memoryview(parts[0])[:num_read], memoryview(parts[1])[: max(num_read - HEADER_BYTES, 0)]]
+        count = real_read(fd, start, 0) if num_read else 0
+        assert prefill.send("other", other)
+        return count or real_read(fd, parts, 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", read_beside_writer)
+        decode.step_until(lambda: "d" in decode.received)
+    assert decode.received["d"] == BAD * S
+    assert decode.stats.failures == {"missing": 1}
+    assert not decode.read_block(block_ids[BAD]).any()
+    assert inode in {path.stat().st_ino for path in store.glob("?/?/*.kv")}
+    assert make_engine("decode").load("d", other) == len(other)
+
+
+def test_loads_beside_a_full_stores_writers_bring_no_foreign_byte(make_engine) -> None:
+    """The harness compares every token that is said to be good."""
+    prefill = make_engine("prefill", max_bytes=12 * FILE_BYTES, min_age_s=0, writer_threads=3)
+    decode = make_engine("decode", reader_threads=3)
+    is_over = threading.Event()
+
+    def write_on() -> None:
+        for turn in itertools.count():
+            if is_over.is_set():
+                return
+            prefill.send(f"p{turn}", [turn % 6] * (4 * S))
+
+    writer = threading.Thread(target=write_on)
+    writer.start()
+    num_whole = 0
+    try:
+        deadline = time.monotonic() + 60
+        for turn in itertools.count():
+            num_whole += decode.load(f"d{turn}", [turn % 6] * (4 * S)) == 4 * S
+            decode.finish(f"d{turn}")
+            if num_whole == 50 or time.monotonic() > deadline:
+                break
+    finally:
+        is_over.set()
+        writer.join(60)
+    assert num_whole == 50
+    assert set(decode.stats.failures) <= {"missing"}
 
 
 # --- writing ----------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def _directory() -> Iterator[str]:
 
 
 def _limit_files(store_bytes: int | None) -> dict[str, int]:
-    return {} if store_bytes is None else {"max_bytes": store_bytes}
+    return {} if store_bytes is None else {"max_bytes": store_bytes, "min_age_s": 0}
 
 
 @contextlib.contextmanager
