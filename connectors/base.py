@@ -164,8 +164,9 @@ class FinishDecision:
 class ConnectorStats:
     """Counters since the last report; plain sums, so they add up over ranks and children.
 
-    A block counts as loaded when it has arrived and was verified, as saved when it is stored or was fetched, and not when
-    it was stored already; bytes are its KV's. Seconds are those that the connector's threads spent, so two loads side by side count twice.
+    A block counts as loaded when it has arrived and was verified, as saved when it is stored or was fetched, and not
+    when it was stored already; bytes are its KV's. Seconds are those that the connector's threads spent, so two loads
+    side by side count twice.
     """
 
     num_blocks_saved: int = 0
