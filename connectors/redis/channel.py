@@ -10,6 +10,7 @@ Reference: Redis serialization protocol specification, https://redis.io/docs/lat
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -72,7 +73,8 @@ class Channel:
         self._socket: socket.socket = self._connection._sock
         if self._socket.family == socket.AF_UNIX:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._bytes = bytearray(_BUFFER_BYTES)
+        self._buffer = memoryview(self._bytes)
         self._start = self._end = 0
         self._unsent: list[Part] = []
         self._num_owed = 0
@@ -155,23 +157,16 @@ class Channel:
     def read_into(self, target: memoryview) -> None:
         """The next bytes of a value.
 
-        The last few come by way of the buffer, together with what follows: the next reply's length costs no call of
-        its own then.
-
         Raises:
             ProtocolError: the server hung up.
             OSError: the connection broke, or the deadline passed.
         """
-        while True:
-            count = min(len(target), self._end - self._start)
-            target[:count] = self._buffer[self._start : self._start + count]
-            self._start += count
+        count = min(len(target), self._end - self._start)
+        target[:count] = self._buffer[self._start : self._start + count]
+        self._start += count
+        while count < len(target):
             target = target[count:]
-            while len(target) >= _BUFFER_BYTES:
-                target = target[self._receive(target) :]
-            if not target:
-                return
-            self._fill_buffer()
+            count = self._receive(target)
 
     def end_value(self) -> None:
         """The value was read whole.
@@ -187,8 +182,8 @@ class Channel:
         self._num_owed -= 1
 
     def close(self, *, keeps_connection: bool = True) -> None:
-        """Give the connection back; closed, if it is not to be kept, or still owes a reply and is of no more use."""
-        if self._num_owed or not keeps_connection:
+        """Give the connection back; closed, if it is not to be kept, owes a reply or said more than it was asked."""
+        if self._num_owed or self._start < self._end or not keeps_connection:
             self._connection.disconnect()
         self._pool.release(self._connection)
 
@@ -201,21 +196,17 @@ class Channel:
 
     def _read_line(self) -> tuple[bytes, bytes]:
         """Type and text of the next line."""
-        line = bytearray()
+        line = b""
         while not line.endswith(b"\r\n"):
             if self._start == self._end:
-                self._fill_buffer()
-            found = bytes(self._buffer[self._start : self._end]).find(b"\n")
-            end = self._end if found < 0 else self._start + found + 1
-            line += self._buffer[self._start : end]
+                self._receive(self._buffer[:0])
+            found = self._bytes.find(b"\n", self._start, self._end)
+            end = self._end if found < 0 else found + 1
+            line += self._bytes[self._start : end]
             self._start = end
             if len(line) > _MAX_TEXT_BYTES:
                 raise ProtocolError("a line does not end")
-        return bytes(line[:1]), bytes(line[1:-2])
-
-    def _fill_buffer(self) -> None:
-        """Receive into the buffer, which is empty."""
-        self._start, self._end = 0, self._receive(self._buffer)
+        return line[:1], line[1:-2]
 
     def _send(self, data: Part) -> None:
         if data:
@@ -223,11 +214,22 @@ class Channel:
             self._socket.sendall(data)
 
     def _receive(self, target: memoryview) -> int:
+        """Receive into ``target``, and what follows it into the buffer, which is empty; how much of ``target`` came.
+
+        The next reply's beginning costs no call of its own then.
+        """
         self._socket.settimeout(self._get_remaining_s())
-        count = self._socket.recv_into(target)
+        if not isinstance(self._socket, ssl.SSLSocket):
+            count = self._socket.recvmsg_into([target, self._buffer])[0]
+        elif target:
+            count = self._socket.recv_into(target)
+        else:
+            count = self._socket.recv_into(self._buffer)
         if count == 0:
             raise ProtocolError("the server closed the connection")
-        return count
+        count_of_target = min(count, len(target))
+        self._start, self._end = 0, count - count_of_target
+        return count_of_target
 
     def _get_remaining_s(self) -> float:
         remaining = self._deadline - self._clock()

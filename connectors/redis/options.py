@@ -70,6 +70,7 @@ class RedisOptions(TransferOptions):
         timeout_s: longest wait for the answers to one batch.
         lookup_timeout_s: longest wait of a request for its lookup; then its prompt is computed.
         max_batch_bytes: bound of what one exchange with the server carries.
+        reader_threads: as for all stores; a second reader drives the server onto the core of decode's forward pass.
         writer_threads: as for all stores; with two, one prepares a batch while the server takes the other's.
     """
 
@@ -87,6 +88,7 @@ class RedisOptions(TransferOptions):
     max_batch_bytes: int = 4 << 20
     save_timeout_s: float = 0.5
     load_timeout_s: float = 10.0
+    reader_threads: int = 1
     writer_threads: int = 2
 
 

@@ -76,15 +76,12 @@ class RedisStore:
             yield error.failure
 
     def write(self, blocks: Sequence[SealedBlock]) -> list[WriteResult]:
-        """Ask which are there, giving those another TTL, and send the others."""
+        """Ask which are there, give those another TTL, and send the others."""
         results: dict[bytes, WriteResult] = {}
         try:
-            sizes = self._get_sizes(blocks)
-            missing = [b for b, size in zip(blocks, sizes, strict=True) if size != self._format.value_bytes]
-            results = {block.key.digest: WriteResult(was_there=True) for block in blocks}
-            for block in missing:
-                del results[block.key.digest]
-            for block, failure in zip(missing, self._set(missing), strict=True):
+            there, missing = self._divide(blocks)
+            results = {block.key.digest: WriteResult(was_there=True) for block in there}
+            for block, failure in zip(missing, self._set(missing, there), strict=True):
                 results[block.key.digest] = WriteResult(failure)
         except ExchangeError as error:
             rest = WriteResult(error.failure)
@@ -99,21 +96,28 @@ class RedisStore:
         name = self._names.of(digest)
         return Command(b"GET", name) if self._ttl is None else Command(b"GETEX", name, (b"EX", self._ttl))
 
-    def _get_sizes(self, blocks: Sequence[SealedBlock]) -> list[int]:
-        """Length of each block's value, 0 where there is none, in one round trip."""
-        commands = [Command(b"STRLEN", self._names.of(block.key.digest)) for block in blocks]
-        if self._ttl is not None:
-            commands += [Command(b"EXPIRE", command.key, (self._ttl,)) for command in commands]
-        with self._server.exchange(commands) as channels:
-            replies = [channel.read_number() for channel in channels]
-        # A key that holds no string, or a question that was refused: the write will tell.
-        return [0 if isinstance(reply, Failure) else reply for reply in replies[: len(blocks)]]
+    def _divide(self, blocks: Sequence[SealedBlock]) -> tuple[list[SealedBlock], list[SealedBlock]]:
+        """Those that are there whole, and the others, in one round trip."""
+        with self._server.exchange(
+            [Command(b"STRLEN", self._names.of(block.key.digest)) for block in blocks]
+        ) as channels:
+            # A key that holds no string, or a question that was refused: the write will tell.
+            are_there = [channel.read_number() == self._format.value_bytes for channel in channels]
+        there = [block for block, is_there in zip(blocks, are_there, strict=True) if is_there]
+        return there, [block for block, is_there in zip(blocks, are_there, strict=True) if not is_there]
 
-    def _set(self, blocks: Sequence[SealedBlock]) -> Iterator[Failure | None]:
-        expiry = () if self._ttl is None else (b"EX", self._ttl)
-        commands = [Command(b"SET", self._names.of(block.key.digest), (block.value, *expiry)) for block in blocks]
-        with self._server.exchange(commands) as channels:
-            for channel in channels:
+    def _set(self, missing: Sequence[SealedBlock], there: Sequence[SealedBlock]) -> Iterator[Failure | None]:
+        """Send ``missing``, for each of which there is a result; ``there`` lives on for another TTL."""
+        expiry: tuple[bytes, ...] = ()
+        renewals = []
+        if self._ttl is not None:
+            expiry = (b"EX", self._ttl)
+            renewals = [Command(b"EXPIRE", self._names.of(block.key.digest), (self._ttl,)) for block in there]
+        commands = [Command(b"SET", self._names.of(block.key.digest), (block.value, *expiry)) for block in missing]
+        with self._server.exchange([*renewals, *commands]) as channels:
+            for channel in channels[: len(renewals)]:
+                channel.read_number()
+            for channel in channels[len(renewals) :]:
                 failure = channel.read_ok()
                 if failure is not None and failure.kind == "moved":
                     self._server.note_move()

@@ -99,12 +99,18 @@ class RedisServer:
         channels: dict[int, Channel],
         deadline: float,
     ) -> Channel:
-        pool = _get_pool(client, command.key)
+        pool = self._get_pool(client, command.key)
         channel = channels.get(id(pool))
         if channel is None:
             channel = channels[id(pool)] = Channel(pool, deadline, self._clock)
         channel.queue(command)
         return channel
+
+    def _get_pool(self, client: redis.Redis | redis.RedisCluster, key: bytes) -> redis.ConnectionPool:
+        if self._options.cluster:
+            client = client.get_redis_connection(client.get_node_from_key(key))
+        pool: redis.ConnectionPool = client.connection_pool
+        return pool
 
     def _get_client(self) -> redis.Redis | redis.RedisCluster:
         with self._lock:
@@ -134,13 +140,6 @@ class RedisServer:
         if address.unix_path:
             return redis.Redis(unix_socket_path=address.unix_path, db=address.db, **settings)
         return redis.Redis(host=address.host, port=address.port, db=address.db, **settings)
-
-
-def _get_pool(client: redis.Redis | redis.RedisCluster, key: bytes) -> redis.ConnectionPool:
-    if isinstance(client, redis.RedisCluster):
-        client = client.get_redis_connection(client.get_node_from_key(key))
-    pool: redis.ConnectionPool = client.connection_pool
-    return pool
 
 
 def _to_text(path: object | None) -> str | None:
