@@ -26,7 +26,7 @@ from pdserve.connectors.blocks.drafts import DraftedBlock, StepDrafts
 from pdserve.connectors.blocks.failures import Backoff, Failure, WarningLimiter
 from pdserve.connectors.blocks.messages import BlockTransfer, SaveRequest
 from pdserve.connectors.blocks.staging import StagingPool
-from pdserve.connectors.blocks.store import BlockStore, SealedBlock, WriteResult
+from pdserve.connectors.blocks.store import BlockStore, EvictingStore, SealedBlock, WriteResult
 from pdserve.connectors.blocks.task_threads import TaskThreads
 from pdserve.kv_layout import BlockKey
 
@@ -39,11 +39,14 @@ class _Sender:
         pending: keys being written.
         failed: keys that could not be written and have not been since.
         num_bytes: written on this request's behalf.
+        promised: keys that the store keeps until this request's sending has ended: later blocks of a prompt do not
+            evict its first ones.
     """
 
     pending: set[bytes] = field(default_factory=set)
     failed: set[bytes] = field(default_factory=set)
     num_bytes: int = 0
+    promised: list[BlockKey] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,7 @@ class BlockSaver:
         for request in requests:
             with self._lock:
                 sender = self._senders.setdefault(request.request_id, _Sender())
+            self._promise(sender, [block.key for block in request.blocks])
             for block in request.blocks:
                 if not self._join_write(sender, block.digest):
                     self._save_block(sender, block, memory, deadline)
@@ -137,8 +141,8 @@ class BlockSaver:
     def forget(self, request_ids: Iterable[str]) -> None:
         """These requests ended and nobody waits for their sending; what was copied is still written."""
         with self._lock:
-            for request_id in request_ids:
-                self._senders.pop(request_id, None)
+            ended = [self._senders.pop(request_id, None) for request_id in request_ids]
+        self._release(sender for sender in ended if sender is not None)
 
     def take_report(self, finished_request_ids: Sequence[str]) -> ConnectorOutput:
         """What ended since the last call.
@@ -155,15 +159,26 @@ class BlockSaver:
                     self._stats.count_failure("unknown")
                 else:
                     self._announced[request_id] = sender
-            ended = [request_id for request_id, sender in self._announced.items() if not sender.pending]
-            for request_id in ended:
-                sender = self._announced.pop(request_id)
+            ended = {request_id: sender for request_id, sender in self._announced.items() if not sender.pending}
+            for request_id, sender in ended.items():
+                del self._announced[request_id]
                 report.finished_sending.add(request_id)
                 report.sent_bytes[request_id] = sender.num_bytes
                 if sender.failed:
                     report.failed_sending.add(request_id)
             report.stats, self._stats = self._stats, ConnectorStats()
+        self._release(ended.values())
         return report
+
+    def _promise(self, sender: _Sender, keys: list[BlockKey]) -> None:
+        if isinstance(self._store, EvictingStore):
+            self._store.promise(keys)
+            sender.promised += keys
+
+    def _release(self, senders: Iterable[_Sender]) -> None:
+        if isinstance(self._store, EvictingStore):
+            for sender in senders:
+                self._store.release(sender.promised)
 
     def _join_write(self, sender: _Sender, digest: bytes) -> bool:
         """Wait for a write of the same key that is under way; whether there is one."""

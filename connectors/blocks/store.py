@@ -100,6 +100,19 @@ class BlockStore(Protocol):
         ...
 
 
+@runtime_checkable
+class EvictingStore(Protocol):
+    """A `BlockStore` that makes room by itself, and can be kept from removing what a hand-off needs. Thread-safe."""
+
+    def promise(self, keys: Sequence[BlockKey]) -> None:
+        """Evict none of these, stored or not yet: rather fail to write others. Counts: each call wants a `release`."""
+        ...
+
+    def release(self, keys: Sequence[BlockKey]) -> None:
+        """These may go, as far as this call's `promise` is concerned."""
+        ...
+
+
 class BlockDraft(Protocol):
     """A block that is written while it is still being computed; nobody finds it before it is published.
 

@@ -9,11 +9,12 @@ for each write when the sum passes the limit. Two engines never get one file, fo
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 
 from pdserve.connectors.blocks.failures import WarningLimiter
 from pdserve.connectors.shared_storage.directory import BlockDirectory, StoredFile, UnpublishedFile
@@ -57,28 +58,48 @@ class CapacityKeeper:
         self._wall_clock = wall_clock
         self._warnings = WarningLimiter(logger, clock)
         self._lock = threading.Lock()
+        self._promises: Counter[str] = Counter()
         self._oldest: deque[StoredFile] = deque()
         self._used_bytes = 0
+        self._num_open = 0
         self._limit_bytes = 0
         self._inventory_due = float("-inf")
+
+    def promise(self, keys: Sequence[BlockKey]) -> None:
+        """Evict none of these before `release`."""
+        with self._lock:
+            self._promises.update(key.hex for key in keys)
+
+    def release(self, keys: Sequence[BlockKey]) -> None:
+        """Forget one promise of each."""
+        with self._lock:
+            for key in keys:
+                self._promises[key.hex] -= 1
+                if not self._promises[key.hex]:
+                    del self._promises[key.hex]
 
     def open_file(self, key: BlockKey) -> UnpublishedFile:
         """A temporary file for ``key`` that fits below the limit: a new one, or that of an evicted block.
 
-        It ends with the directory's `publish_file`, or with `discard_file` here.
+        It ends with `publish_file` or `discard_file`.
 
         Raises:
             OSError: no room, no permission, or the directory is gone.
         """
-        while (victim := self._find_victim()) is not None:
+        while not self._take_room():
+            victim = self._take_oldest()
+            if victim is None:
+                raise OSError(errno.ENOSPC, "every block in it is being written or promised to a hand-off under way")
             file = self._evict(victim, key)
             if file is not None:
                 return file
         try:
-            return self._directory.create_file(key)
+            file = self._directory.create_file(key)
         except OSError:
-            self._release(self._file_bytes)
+            self._count(-self._file_bytes)
             raise
+        self._count(0, num_open=1)
+        return file
 
     def open_file_on_full_disk(self, key: BlockKey) -> UnpublishedFile | None:
         """The disk itself is full: the file of the block that was used longest ago, or None when there is none.
@@ -92,27 +113,44 @@ class CapacityKeeper:
                 return file
         return None
 
+    def publish_file(self, file: UnpublishedFile) -> None:
+        """Put a whole file in its key's place.
+
+        Raises:
+            OSError: it could not be closed or moved, and was discarded.
+        """
+        try:
+            self._directory.publish_file(file)
+        except OSError:
+            self._count(-self._file_bytes, num_open=-1)
+            raise
+        self._count(0, num_open=-1)
+
     def discard_file(self, file: UnpublishedFile) -> None:
         """Remove a file that will not be published."""
         self._directory.discard_file(file)
-        self._release(self._file_bytes)
+        self._count(-self._file_bytes, num_open=-1)
 
-    def _find_victim(self) -> StoredFile | None:
-        """What has to go for one block more; None when there is room, which is taken, or nothing to evict."""
+    def _take_room(self) -> bool:
+        """Count one block more if it fits below the limit, or if there is no other one; whether that was so."""
         with self._lock:
             if self._clock() >= self._inventory_due:
                 self._take_inventory()
-            has_room = self._used_bytes + self._file_bytes <= self._limit_bytes
-        victim = None if has_room else self._take_oldest()
-        if victim is None:
-            self._release(-self._file_bytes)
-        return victim
+            fits = self._used_bytes + self._file_bytes <= self._limit_bytes or self._used_bytes <= 0
+            if fits:
+                self._used_bytes += self._file_bytes
+            return fits
 
     def _take_oldest(self) -> StoredFile | None:
+        """What to evict next; None when nothing is there that nobody is promised."""
         with self._lock:
             if not self._oldest:
                 self._take_inventory()
-            return self._oldest.popleft() if self._oldest else None
+            while self._oldest:
+                file = self._oldest.popleft()
+                if file.block not in self._promises:
+                    return file
+            return None
 
     def _evict(self, victim: StoredFile, key: BlockKey) -> UnpublishedFile | None:
         """The victim's file for ``key``; None when there is none.
@@ -125,16 +163,17 @@ class CapacityKeeper:
         self._warn_of_age(victim)
         if self._used_bytes > self._limit_bytes:
             self._directory.remove_file(victim)
-            self._release(victim.size_bytes)
+            self._count(-victim.size_bytes)
             return None
         file = self._directory.reuse_file(victim, key)
         if file is not None:
-            self._release(victim.size_bytes - self._file_bytes)
+            self._count(self._file_bytes - victim.size_bytes, num_open=1)
         return file
 
-    def _release(self, num_bytes: int) -> None:
+    def _count(self, num_bytes: int, *, num_open: int = 0) -> None:
         with self._lock:
-            self._used_bytes -= num_bytes
+            self._used_bytes += num_bytes
+            self._num_open += num_open
 
     def _warn_of_age(self, victim: StoredFile) -> None:
         age_s = self._wall_clock() - victim.mtime
@@ -152,7 +191,7 @@ class CapacityKeeper:
             logger.info("removed %d unfinished files of engines that died", num_stale)
         files = sorted(self._directory.list_files(), key=lambda file: file.mtime)
         self._oldest = deque(files[:_MAX_KNOWN_FILES])
-        self._used_bytes = sum(file.size_bytes for file in files)
+        self._used_bytes = sum(file.size_bytes for file in files) + self._num_open * self._file_bytes
         self._limit_bytes = self._get_limit()
         self._inventory_due = self._clock() + _INVENTORY_INTERVAL_S
 

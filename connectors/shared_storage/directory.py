@@ -36,9 +36,17 @@ _TOUCH_AFTER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One published block in the inventory; ``size_bytes`` is its length."""
+    """One published file in the inventory.
+
+    Attributes:
+        path: where.
+        block: its key in hexadecimal digits.
+        size_bytes: its length.
+        mtime: when it was used last.
+    """
 
     path: str
+    block: str
     size_bytes: int
     mtime: float
 
@@ -292,5 +300,6 @@ def _list_blocks(directory: str) -> list[StoredFile]:
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(found.st_mode):
-                        files.append(StoredFile(entry.path, found.st_size, found.st_mtime))
+                        name = entry.name.removesuffix(_SUFFIX)
+                        files.append(StoredFile(entry.path, name, found.st_size, found.st_mtime))
     return files

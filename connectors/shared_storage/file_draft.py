@@ -7,7 +7,7 @@ import os
 from pdserve.connectors.blocks.block_format import HEADER_BYTES, BlockFormat
 from pdserve.connectors.shared_storage.block_file import write_all
 from pdserve.connectors.shared_storage.capacity import CapacityKeeper
-from pdserve.connectors.shared_storage.directory import BlockDirectory, UnpublishedFile
+from pdserve.connectors.shared_storage.directory import UnpublishedFile
 from pdserve.kv_layout import BlockKey
 
 
@@ -17,16 +17,12 @@ class FileDraft:
     See `pdserve.connectors.blocks.store.BlockDraft`. Used by one writer thread at a time.
 
     Args:
-        directory: where the file will be.
         block_format: makes the header.
         capacity: gives the file.
         key: the block's.
     """
 
-    def __init__(
-        self, directory: BlockDirectory, block_format: BlockFormat, capacity: CapacityKeeper, key: BlockKey
-    ) -> None:
-        self._directory = directory
+    def __init__(self, block_format: BlockFormat, capacity: CapacityKeeper, key: BlockKey) -> None:
         self._capacity = capacity
         self._format = block_format
         self._checksum = block_format.start_checksum(key)
@@ -59,7 +55,7 @@ class FileDraft:
             self._capacity.discard_file(file)
             return False
         try:
-            self._directory.publish_file(file)
+            self._capacity.publish_file(file)
         except OSError:
             return False
         return True

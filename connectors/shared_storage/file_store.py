@@ -48,9 +48,17 @@ class FileStore:
         """Write file after file."""
         return [WriteResult(self._write_block(block)) for block in blocks]
 
+    def promise(self, keys: Sequence[BlockKey]) -> None:
+        """Keep these files from being written over, as far as this engine is concerned."""
+        self._capacity.promise(keys)
+
+    def release(self, keys: Sequence[BlockKey]) -> None:
+        """These files may be written over."""
+        self._capacity.release(keys)
+
     def begin_draft(self, key: BlockKey) -> FileDraft:
         """Begin a file that nobody finds yet."""
-        return FileDraft(self._directory, self._format, self._capacity, key)
+        return FileDraft(self._format, self._capacity, key)
 
     def close(self) -> None:
         """Nothing is open between calls."""
@@ -103,4 +111,4 @@ class FileStore:
         except OSError:
             self._capacity.discard_file(file)
             raise
-        self._directory.publish_file(file)
+        self._capacity.publish_file(file)

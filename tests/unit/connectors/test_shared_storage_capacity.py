@@ -32,18 +32,18 @@ def put(directory: BlockDirectory, root: Path, number: int, age_s: float, size_b
     return key
 
 
-def fill(directory: BlockDirectory, file: UnpublishedFile, size_bytes: int = FILE_BYTES) -> None:
+def fill(place: BlockDirectory | CapacityKeeper, file: UnpublishedFile, size_bytes: int = FILE_BYTES) -> None:
     os.write(file.fd, file.key.digest[-1:] * size_bytes)
-    directory.publish_file(file)
+    place.publish_file(file)
 
 
 def path_of(root: Path, number: int) -> Path:
     return root / "0" / "0" / f"{key_of(number).hex}.kv"
 
 
-def write(capacity: CapacityKeeper, directory: BlockDirectory, number: int = 99) -> None:
+def write(capacity: CapacityKeeper, number: int = 99) -> None:
     """A block more."""
-    fill(directory, capacity.open_file(key_of(number)))
+    fill(capacity, capacity.open_file(key_of(number)))
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_the_oldest_goes_and_lends_its_file(directory, clock, tmp_path: Path) ->
     for number in range(10):
         put(directory, tmp_path, number, age_s=1000 - number)
     inode = path_of(tmp_path, 0).stat().st_ino
-    write(keeper(directory, clock, max_bytes=1000), directory)
+    write(keeper(directory, clock, max_bytes=1000))
     assert present(directory, range(10)) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert path_of(tmp_path, 99).stat().st_ino == inode
     assert path_of(tmp_path, 99).read_bytes() == bytes([99]) * FILE_BYTES
@@ -80,7 +80,7 @@ def test_a_full_store_stays_as_full_as_it_is(directory, clock, tmp_path: Path) -
     inodes = {path.stat().st_ino for path in tmp_path.glob("?/?/*.kv")}
     capacity = keeper(directory, clock, max_bytes=1000)
     for number in range(10, 35):
-        write(capacity, directory, number)
+        write(capacity, number)
         assert len(present(directory, range(35))) == 10
     assert {path.stat().st_ino for path in tmp_path.glob("?/?/*.kv")} == inodes
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -89,7 +89,7 @@ def test_a_full_store_stays_as_full_as_it_is(directory, clock, tmp_path: Path) -
 def test_nothing_goes_below_the_limit(directory, clock, tmp_path: Path) -> None:
     for number in range(9):
         put(directory, tmp_path, number, age_s=1000)
-    write(keeper(directory, clock, max_bytes=1000), directory)
+    write(keeper(directory, clock, max_bytes=1000))
     assert len(present(directory, range(9))) == 9
 
 
@@ -97,10 +97,10 @@ def test_the_young_go_with_a_warning(directory, clock, tmp_path: Path, caplog: p
     for number in range(10):
         put(directory, tmp_path, number, age_s=61 - number)
     capacity = keeper(directory, clock, max_bytes=1000)
-    write(capacity, directory, 20)
+    write(capacity, 20)
     assert caplog.records == []
-    write(capacity, directory, 21)
-    write(capacity, directory, 22)
+    write(capacity, 21)
+    write(capacity, 22)
     assert present(directory, range(10)) == list(range(3, 10))
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith(f"{tmp_path} is too small: KV is evicted 59.0 s after its last use")
@@ -111,7 +111,7 @@ def test_a_use_counts(directory, clock, tmp_path: Path) -> None:
         put(directory, tmp_path, number, age_s=1000 - number)
     clock.now = os.stat(tmp_path).st_mtime  # a use sets the file system's time, which is the real one
     assert directory.refresh(key_of(0))
-    write(keeper(directory, clock, max_bytes=1000), directory)
+    write(keeper(directory, clock, max_bytes=1000))
     assert present(directory, range(10)) == [0, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
@@ -119,22 +119,40 @@ def test_a_use_after_the_inventory_counts(directory, clock, tmp_path: Path) -> N
     for number in range(10):
         put(directory, tmp_path, number, age_s=1000 - number)
     capacity = keeper(directory, clock, max_bytes=1000)
-    write(capacity, directory, 20)
+    write(capacity, 20)
     clock.now = os.stat(tmp_path).st_mtime
     assert directory.refresh(key_of(1))
-    write(capacity, directory, 21)
+    write(capacity, 21)
     assert present(directory, range(10)) == [1, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_what_is_promised_stays(directory, clock, tmp_path: Path) -> None:
+    for number in range(4):
+        put(directory, tmp_path, number, age_s=1000 - number)
+    capacity = keeper(directory, clock, max_bytes=4 * FILE_BYTES)
+    capacity.promise([key_of(number) for number in (0, 1, 3, 20)])
+    capacity.promise([key_of(0)])
+    write(capacity, 20)
+    assert present(directory, range(30)) == [0, 1, 3, 20]
+    with pytest.raises(OSError, match="promised to a hand-off"):
+        capacity.open_file(key_of(21))
+    assert capacity.open_file_on_full_disk(key_of(21)) is None
+    capacity.release([key_of(0), key_of(3)])
+    write(capacity, 21)
+    assert present(directory, range(30)) == [0, 1, 20, 21]
+    capacity.release([key_of(number) for number in (0, 1, 20)])
+    assert capacity._promises == {}
 
 
 def test_own_writes_are_counted_and_others_seen_by_the_inventory(directory, clock, tmp_path: Path) -> None:
     capacity = keeper(directory, clock, max_bytes=1000)
-    write(capacity, directory, 50)
+    write(capacity, 50)
     for number in range(12):
         put(directory, tmp_path, number, age_s=1000 - number)  # another engine's
-    write(capacity, directory, 51)
+    write(capacity, 51)
     assert len(present(directory, range(12))) == 12
     clock.now += 31
-    write(capacity, directory, 52)  # fourteen are there: four go, and one gives its file
+    write(capacity, 52)  # fourteen are there: four go, and one gives its file
     assert present(directory, range(12)) == list(range(5, 12))
 
 
@@ -144,7 +162,7 @@ def test_files_of_other_sizes_are_counted_and_cut(directory, clock, tmp_path: Pa
         put(directory, tmp_path, number, age_s=1000 - number, size_bytes=size_bytes)
     capacity = keeper(directory, clock, max_bytes=1000)
     for number in range(20, 24):
-        write(capacity, directory, number)
+        write(capacity, number)
     assert path_of(tmp_path, 20).stat().st_size == FILE_BYTES
     assert len(present(directory, range(20, 24))) == 4
     assert [path_of(tmp_path, number).exists() for number in range(4)] == [False, True, True, True]
@@ -177,7 +195,7 @@ def test_the_default_limit(directory, clock, tmp_path, monkeypatch, total, free,
         put(directory, tmp_path, number, age_s=0)
     monkeypatch.setattr(directory, "get_space", lambda: (total, free))
     capacity = keeper(directory, clock, max_bytes=None)
-    write(capacity, directory)
+    write(capacity)
     assert capacity._limit_bytes == limit
 
 
@@ -186,7 +204,7 @@ def test_only_blocks_are_removed(directory, clock, tmp_path: Path) -> None:
     others = [tmp_path / "0" / "0" / "notes.txt", tmp_path / "readme", tmp_path / "tmp" / "young"]
     for path in others:
         path.write_bytes(bytes(5000))
-    write(keeper(directory, clock, max_bytes=FILE_BYTES), directory)
+    write(keeper(directory, clock, max_bytes=FILE_BYTES))
     assert present(directory, range(1)) == []
     assert all(path.exists() for path in others)
 
@@ -205,7 +223,7 @@ def test_what_is_no_file_is_never_written_to(directory, clock, tmp_path: Path) -
     paths[2].mkdir()
     capacity = keeper(directory, clock, max_bytes=FILE_BYTES)
     for number in range(20, 24):
-        write(capacity, directory, number)
+        write(capacity, number)
     assert precious.read_bytes() == b"mine"
     assert all(os.path.lexists(path) for path in paths)
     assert present(directory, range(24)) == [23]
@@ -228,7 +246,7 @@ def test_temporary_files_of_dead_writers_go_after_ten_minutes(directory, clock, 
     for name, age_s in (("dead", 601), ("alive", 599)):
         (tmp_path / "tmp" / name).touch()
         os.utime(tmp_path / "tmp" / name, (NOW - age_s, NOW - age_s))
-    write(keeper(directory, clock, max_bytes=1000), directory)
+    write(keeper(directory, clock, max_bytes=1000))
     assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["alive"]
 
 
@@ -257,6 +275,20 @@ def test_two_keepers_never_get_one_file(directory, clock, tmp_path: Path) -> Non
     assert present(directory, range(30)) == [8, 9, *range(20, 27)]
 
 
+def test_files_being_written_are_counted(directory, clock, tmp_path: Path) -> None:
+    capacity = keeper(directory, clock, max_bytes=3 * FILE_BYTES)
+    files = [capacity.open_file(key_of(number)) for number in range(3)]
+    with pytest.raises(OSError, match="promised"):
+        capacity.open_file(key_of(3))
+    clock.now += 31
+    with pytest.raises(OSError, match="promised"):
+        capacity.open_file(key_of(3))
+    for file in files:
+        fill(capacity, file)
+    write(capacity, 3)
+    assert len(present(directory, range(4))) == 3
+
+
 def test_what_is_given_up_makes_room_again(directory, clock, tmp_path: Path) -> None:
     put(directory, tmp_path, 0, age_s=1000)
     capacity = keeper(directory, clock, max_bytes=2 * FILE_BYTES)
@@ -269,5 +301,5 @@ def test_what_is_given_up_makes_room_again(directory, clock, tmp_path: Path) -> 
         with pytest.raises(NotADirectoryError):
             capacity.open_file(key_of(1))
     (tmp_path / "tmp").unlink()
-    write(capacity, directory, 1)
+    write(capacity, 1)
     assert present(directory, range(2)) == [0, 1]

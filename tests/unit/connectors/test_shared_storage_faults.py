@@ -358,6 +358,47 @@ def test_a_disk_filled_by_others_is_a_counted_failure(make_engine, small_disk: P
     send_until_whole(prefill, PROMPT)
 
 
+@pytest.mark.parametrize("chunk", [None, S])
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_store_smaller_than_a_prompt_keeps_its_beginning_and_says_so(
+    make_engine, store: Path, chunk: int | None, layerwise: bool
+) -> None:
+    prefill = make_engine("prefill", max_bytes=3 * FILE_BYTES, min_age_s=0, layerwise=layerwise, writer_threads=1)
+    other = [7] * (2 * S)
+    assert prefill.send("other", other)
+    assert not prefill.send("p", PROMPT, chunk=chunk)
+    assert prefill.stats.failures.keys() == {"no_space"}
+    assert make_engine("decode").load("d", PROMPT) == 3 * S
+    send_until_whole(prefill, other)
+    assert make_engine("decode").load("d", other) == len(other)
+    assert prefill.worker._store._capacity._promises == {}
+
+
+def test_a_prompt_does_not_evict_what_another_ones_hand_off_needs(make_engine) -> None:
+    prefill = make_engine("prefill", max_bytes=5 * FILE_BYTES, min_age_s=0)
+    prefill.submit("first", PROMPT)
+    prefill.admit("first", 0)
+    prefill.step({"first": 3 * S})
+    prefill.step_until(lambda: not prefill.worker._saver._writing)
+    assert not prefill.send("second", [7] * (3 * S))
+    send_until_whole(prefill, [8] * (2 * S))  # for so much there is room, and the pause after a failure has ended
+    prefill.step({"first": S + 1})
+    prefill.finish("first", handoff=True)
+    prefill.step_until(lambda: "first" in prefill.sent)
+    assert prefill.sent["first"]
+    assert make_engine("decode").load("d", PROMPT) == len(PROMPT)
+
+
+def test_an_aborted_requests_blocks_may_go(make_engine) -> None:
+    prefill = make_engine("prefill", max_bytes=5 * FILE_BYTES, min_age_s=0)
+    prefill.submit("gone", PROMPT)
+    prefill.admit("gone", 0)
+    prefill.step({"gone": len(PROMPT)})
+    prefill.finish("gone")
+    assert prefill.send("p", [7] * len(PROMPT))
+    assert prefill.worker._store._capacity._promises == {}
+
+
 def test_a_writer_killed_half_way_leaves_a_miss(make_engine, store: Path) -> None:
     """Two writers of one key; the one that dies in the middle of its file publishes nothing."""
     code = """
