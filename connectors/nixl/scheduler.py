@@ -159,9 +159,8 @@ class NixlScheduler:
         """Nothing is held here."""
 
     def _get_reference(self, request: KVRequest) -> TransferReference | None:
-        """The request's reference, until it is redeemed: it is good for one load, whatever that load brings."""
-        if request.request_id in self._redeemed:
-            return None
-        reference = read_params(request.kv_transfer_params)
-        is_of_prompt = reference is not None and len(reference.block_ids) == len(request.block_keys)
-        return reference if is_of_prompt else None
+        """The request's reference, until it is redeemed: it is good for one load, whatever that load brings.
+
+        Also one that cannot be of this prompt, as from a producer with another block size: the load that fails says so.
+        """
+        return None if request.request_id in self._redeemed else read_params(request.kv_transfer_params)

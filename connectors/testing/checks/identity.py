@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from pdserve.connectors.base import ConnectorStats
 from pdserve.connectors.testing.bench import Bench
 from pdserve.connectors.testing.check import TRANSFER, Level, Need, check, collect_checks
 from pdserve.connectors.testing.checks.recovery import require_recovery
+from pdserve.connectors.testing.counters import copy_stats, get_growth
 from pdserve.connectors.testing.harness import EngineHarness
 from pdserve.errors import ConfigError
 from pdserve.kv_layout import KVCacheSpec
-from pdserve.protocol import KVTransferParams
+from pdserve.protocol import KVTransferParams, Role
 
 STORE = (*TRANSFER, Need.STORE)
 DIRECT = (*TRANSFER, Need.DIRECT)
@@ -33,16 +34,23 @@ def other_numbers_of_heads_are_exact_or_refused(bench: Bench) -> None:
 
 @check("R13")
 def every_pair_is_exact_or_refused(bench: Bench) -> None:
-    """Producers and consumers of eight shapes, block sizes by dtypes by heads: equal ones exchange KV, no others do."""
+    """Twelve shapes, block sizes by dtypes by tensor-parallel sizes: equal ones exchange KV, all others refuse."""
     specs = [
-        msgspec.structs.replace(bench.spec, block_size=block_size, dtype=dtype, num_kv_heads=num_kv_heads)
+        msgspec.structs.replace(
+            bench.spec, block_size=block_size, dtype=dtype, num_kv_heads=_NUM_KV_HEADS // tensor_parallel_size
+        )
         for block_size in (4, 8)
         for dtype in ("bfloat16", "float32")
-        for num_kv_heads in (1, 2)
+        for tensor_parallel_size in (1, 2, 4)
     ]
-    for here in range(len(specs)):
-        for there in range(len(specs)):
-            _exchange(bench, specs, there, here)
+    consumers = [_build_unless_refused(bench, Role.DECODE, spec) for spec in specs]
+    for there, spec in enumerate(specs):
+        producer = _build_unless_refused(bench, Role.PREFILL, spec)
+        for here, consumer in enumerate(consumers):
+            if producer is not None and consumer is not None:
+                _exchange(bench, producer, consumer, family=len(specs) * there + here)
+        if producer is not None:
+            bench.stop(producer)
 
 
 @check("R14")
@@ -63,17 +71,21 @@ def other_shapes_never_meet(bench: Bench) -> None:
 
 @check("R14", level=Level.FAULTS)
 def other_versions_of_the_connector_are_exact_or_refused(bench: Bench) -> None:
-    """A producer of another version of the connector: its KV is exact or refused, and one's own version works on."""
-    producer, consumer = bench.build_producer(), bench.build_consumer()
-    prompt = bench.make_prompt(3 * bench.block_size + 1)
-    with bench.blaming():
-        with bench.target.other_version():
-            params = bench.hand_over(producer, prompt)
-            if bench.is_direct:
+    """A producer of another version, for consumers of its shape and of others: exact or refused; one's own works on."""
+    holds = Need.HOLD.is_met(bench.target.features, composes=bench.target.composes)
+    changes: tuple[dict[str, Any], ...] = ({}, {"dtype": "float32"}, {"block_size": 8}, {"num_kv_heads": 1})
+    producer = bench.build_producer()
+    consumers = [bench.build_consumer(spec=msgspec.structs.replace(bench.spec, **change)) for change in changes]
+    for family, consumer in enumerate(consumers):
+        prompt = bench.make_prompt(3 * bench.block_size + 1, family)
+        with bench.blaming():
+            with bench.target.other_version():
+                params = bench.hand_over(producer, prompt)
+                if holds:
+                    bench.fetch(consumer, prompt, params)
+            if not holds:
                 bench.fetch(consumer, prompt, params)
-        if not bench.is_direct:
-            bench.fetch(consumer, prompt, params)
-    require_recovery(bench, producer, consumer, "another version was met")
+    require_recovery(bench, producer, consumers[0], "another version was met")
 
 
 @check("R14")
@@ -159,41 +171,52 @@ def _offer(bench: Bench, engine: EngineHarness, family: int, offers: list[tuple[
         offers.append((prompt, params))
 
 
-def _exchange(bench: Bench, specs: Sequence[KVCacheSpec], there: int, here: int) -> None:
-    """One cell of the matrix, with a prompt of its own."""
+def _build_unless_refused(bench: Bench, role: Role, spec: KVCacheSpec) -> EngineHarness | None:
+    """None, and a reason, when the connector will have nothing to do with the shape."""
     try:
-        producer = bench.build_producer(f"producer-{there}", spec=specs[there])
-        consumer = bench.build_consumer(f"consumer-{here}", spec=specs[here])
-    except ConfigError:
-        bench.require(there != here, "a shape is refused at start")
-        return
-    prompt = bench.make_prompt(19, family=len(specs) * there + here)
+        return bench.build_engine(role, f"{role.value}-{spec}", spec=spec)
+    except ConfigError as refusal:
+        bench.require(bool(refusal.message), f"refused at start without a reason: {spec}")
+        return None
+
+
+def _exchange(bench: Bench, producer: EngineHarness, consumer: EngineHarness, family: int) -> None:
+    """One cell of the matrix, with a prompt of its own."""
+    there, here = producer.context.spec, consumer.context.spec
+    prompt = bench.make_prompt(19, family)
     params = bench.hand_over(producer, prompt)
     if there == here:
         found = bench.fetch(consumer, prompt, params)
-        bench.require(found == len(prompt), f"{found} of {len(prompt)} tokens went between two of {specs[here]}", "R2")
-    else:
-        rule = "R14" if specs[there].num_kv_heads == specs[here].num_kv_heads else "R13"
-        with bench.blaming(rule, covers_garbage=True):
-            found = bench.fetch(consumer, prompt, params)
-        bench.require(found == 0, f"{found} tokens went from {specs[there]} to {specs[here]}", rule)
-    bench.stop(producer)
-    bench.stop(consumer)
+        bench.require(found == len(prompt), f"{found} of {len(prompt)} tokens went between two of {here}", "R2")
+        return
+    rule = "R14" if there.num_kv_heads == here.num_kv_heads else "R13"
+    before = copy_stats(consumer.stats)
+    consumer.received.clear()
+    with bench.blaming(rule, covers_garbage=True):
+        found = bench.fetch(consumer, prompt, params)
+    bench.require(found == 0, f"{found} tokens went from {there} to {here}", rule)
+    _require_reason(bench, consumer, before, f"from {there} to {here}")
 
 
 def _require_strangers(bench: Bench, there: KVCacheSpec, here: KVCacheSpec, family: int, difference: str) -> None:
-    try:
-        producer = bench.build_producer(spec=there)
-        consumer = bench.build_consumer(spec=here)
-    except ConfigError as refusal:
-        bench.require(bool(refusal.message), f"refused at start without a reason: {difference}")
+    producer, consumer = (
+        _build_unless_refused(bench, role, spec) for role, spec in ((Role.PREFILL, there), (Role.DECODE, here))
+    )
+    if producer is None or consumer is None:
         return
     prompt = bench.make_prompt(33, family)
     _require_nothing(bench, consumer, prompt, bench.hand_over(producer, prompt), difference)
-    has_reason = not consumer.received or bool(consumer.stats.failures)
-    bench.require(has_reason, f"a load failed, and no kind of failure was counted: {difference}", "R13")
+    _require_reason(bench, consumer, ConnectorStats(), difference)
     bench.stop(producer)
     bench.stop(consumer)
+
+
+def _require_reason(bench: Bench, consumer: EngineHarness, before: ConnectorStats, difference: str) -> None:
+    """A load that fails counts why. Where KV goes by keys there is none: other keys are a plain miss."""
+    has_reason = bool(get_growth(before, consumer.stats).failures)
+    bench.require(
+        has_reason or not consumer.received, f"a load failed, and no kind of failure was counted: {difference}", "R13"
+    )
 
 
 def _require_nothing(
