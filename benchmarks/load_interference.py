@@ -3,8 +3,11 @@
 A decode engine answers some requests without a pause. Now and then the KV of a long prompt arrives, from a producer
 without a model in a process of its own; the request that it is for leaves when its load has begun, so it computes
 nothing, and what is measured is the load alone. Stretches with and without arrivals take turns. ``--core 0`` pins the
-decode engine, readers included, to one core: the hard case. Processor time is that of all the engine's threads: on one
-core it is what a step takes when nothing else runs there, so its ratio is good on a busy machine too.
+decode engine, readers included, to one core: the hard case.
+
+Where time goes is told by the system's own counts for the thread of the forward pass: what it computed, which grows
+when others use the memory, and how long it could have run but had no core, because a reader or a server had it. Both
+are good on a busy machine too. Processor time is that of all the engine's threads.
 """
 
 from __future__ import annotations
@@ -15,12 +18,15 @@ import os
 import random
 import secrets
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from pdserve.bench.transfers.engine import Offered
+from pdserve.bench.show.tables import format_table
+from pdserve.bench.transfers.engine import Chunks, Offered
 from pdserve.bench.transfers.producer import ProducerProcess, ProducerStart
 from pdserve.bench.transfers.surroundings import find_hindrance, surroundings
 from pdserve.engine.config import build_config
@@ -31,22 +37,46 @@ _ENOUGH_TOKENS = 6000
 _PROMPT_TOKENS = 100
 _NUM_WARMUP_STEPS = 10
 _POLL_S = 0.002
-_REDIS_BYTES = 4 << 30
+_STORE_BYTES = 4 << 30
+_HEADER = [
+    "connector",
+    "arriving",
+    "token p50",
+    "token p99",
+    "p99 ratio",
+    "of processor time",
+    "forward thread computes",
+    "waits for a core",
+    "load p50",
+]
 
 
 @dataclass
 class Stretches:
-    """Steps of one kind, in milliseconds: times between two tokens of a running request, and processor times."""
+    """Steps of one kind, in milliseconds.
+
+    Attributes:
+        times: between two tokens of a running request.
+        processor_times: of all threads.
+        computing: the forward pass's thread had a core.
+        waiting: it could have used one and had none.
+    """
 
     times: list[float] = field(default_factory=list)
     processor_times: list[float] = field(default_factory=list)
+    computing: list[float] = field(default_factory=list)
+    waiting: list[float] = field(default_factory=list)
 
     def time(self, step: Callable[[], object]) -> None:
         """Run one step."""
+        computing, waiting = read_scheduler_times()
         began, processor_began = time.perf_counter(), time.process_time()
         step()
         self.processor_times.append(1e3 * (time.process_time() - processor_began))
         self.times.append(1e3 * (time.perf_counter() - began))
+        ended = read_scheduler_times()
+        self.computing.append(ended[0] - computing)
+        self.waiting.append(ended[1] - waiting)
 
 
 @dataclass
@@ -156,17 +186,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="stretches of each kind")
     parser.add_argument("--core", type=int, help="pin the decode engine to this core")
     arguments = parser.parse_args()
-    print(f"{arguments.running} running requests; times between their tokens in ms")
-    print(
-        "connector        arriving    quiet p50    p99   loading p50    p99   p99 ratio   of processor time   load p50"
-    )
+    rows = [_HEADER]
     for connector in arguments.connectors:
         hindrance = find_hindrance(connector)
         if hindrance is not None:
             print(f"{connector} is left out: {hindrance}")
             continue
         for num_tokens in arguments.prompt_tokens:
-            print(render(connector, num_tokens, measure(connector, num_tokens, arguments)), flush=True)
+            rows.append([connector, str(num_tokens), *describe(measure(connector, num_tokens, arguments))])
+    print(f"{arguments.running} running requests; ms; a / b: without arrivals / with arrivals\n\n{format_table(rows)}")
 
 
 def measure(connector: str, num_tokens: int, arguments: argparse.Namespace) -> Measured:
@@ -175,7 +203,7 @@ def measure(connector: str, num_tokens: int, arguments: argparse.Namespace) -> M
     cores = os.sched_getaffinity(0)
     num_blocks = (arguments.arrivals + 1) * -(-num_tokens // 16)
     with contextlib.ExitStack() as stack:
-        options = stack.enter_context(surroundings(connector, _REDIS_BYTES))
+        options = stack.enter_context(surroundings(connector, _STORE_BYTES))
         with pinned(arguments.core):
             config = build_config(
                 model=arguments.model,
@@ -195,7 +223,7 @@ def measure(connector: str, num_tokens: int, arguments: argparse.Namespace) -> M
             consumer = Consumer(core, arguments.running)
         for round_ in range(arguments.rounds):
             prompts = [consumer.make_prompt(num_tokens) for _ in range(arguments.arrivals)]
-            offers = [producer.offer(prompt) for prompt in prompts]
+            offers = [producer.offer(prompt, Chunks(num_tokens)) for prompt in prompts]
             with pinned(arguments.core):
                 for with_arrivals in (round_ % 2 == 0, round_ % 2 == 1):
                     if with_arrivals:
@@ -204,6 +232,12 @@ def measure(connector: str, num_tokens: int, arguments: argparse.Namespace) -> M
                         consumer.run_quietly(arguments.steps, measured)
     assert os.sched_getaffinity(0) == cores
     return measured
+
+
+def read_scheduler_times() -> tuple[float, float]:
+    """Milliseconds that this thread has had a core, and that it has waited for one, since it began (Linux)."""
+    fields = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
+    return int(fields[0]) / 1e6, int(fields[1]) / 1e6
 
 
 @contextlib.contextmanager
@@ -217,16 +251,20 @@ def pinned(core: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def render(connector: str, num_tokens: int, measured: Measured) -> str:
-    """One line of the table."""
+def describe(measured: Measured) -> list[str]:
+    """The cells behind the arriving tokens."""
     kinds = (measured.quiet, measured.loading)
     quiet, loading = (statistics.quantiles(kind.times, n=100) for kind in kinds)
     quiet_processor, loading_processor = (statistics.quantiles(kind.processor_times, n=100) for kind in kinds)
-    return (
-        f"{connector:16} {num_tokens:8} {quiet[49]:12.1f} {quiet[98]:6.1f} {loading[49]:13.1f} {loading[98]:6.1f} "
-        f"{loading[98] / quiet[98]:11.2f} {loading_processor[98] / quiet_processor[98]:19.2f} "
-        f"{statistics.median(measured.loads):10.1f}"
-    )
+    return [
+        f"{quiet[49]:.1f} / {loading[49]:.1f}",
+        f"{quiet[98]:.1f} / {loading[98]:.1f}",
+        f"{loading[98] / quiet[98]:.2f}",
+        f"{loading_processor[98] / quiet_processor[98]:.2f}",
+        " / ".join(f"{statistics.fmean(kind.computing):.1f}" for kind in kinds),
+        " / ".join(f"{statistics.fmean(kind.waiting):.2f}" for kind in kinds),
+        f"{statistics.median(measured.loads):.1f}",
+    ]
 
 
 if __name__ == "__main__":
