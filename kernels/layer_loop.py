@@ -47,9 +47,14 @@ class LayerLoop:
         """See `pdserve.kernels.decoder.FusedDecoder.forward`."""
         return self.run(residual_TD, self.build_plan(metadata, kv_cache), rotation, kv_cache, on_layer)
 
+    @property
+    def scale(self) -> float:
+        """What attention's scores are multiplied by."""
+        return float(self._shape.head_dim**-0.5)
+
     def build_plan(self, metadata: AttentionMetadata, kv_cache: Tensor) -> AttentionPlan:
         """The step's plan, as `run` takes it."""
-        return self._backend.build_plan(metadata, kv_cache, self._shape.num_heads, self._shape.head_dim**-0.5)
+        return self._backend.build_plan(metadata, kv_cache, self._shape.num_heads, self.scale)
 
     def run(
         self,

@@ -1,13 +1,16 @@
 """What every kernel backend must do: agree with a float64 reference, and give each row the same bits in any company.
 
-A new backend joins by being registered; nothing here is written for one of them.
+A new backend joins by being registered; nothing here is written for one of them. Those of GPUs run on the machine's
+GPU. Where there is none, Triton's interpreter runs them on CPU tensors, far slower than anything else: it gets a few
+of the cases.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -20,20 +23,46 @@ from pdserve.kernels.native_library import get_supported_variants
 from pdserve.kernels.registry import CPP, DTYPES, backend_names, get_backend
 
 NUM_LAYERS, LAYER = 3, 1
-
+HAS_GPU = torch.cuda.is_available()
 
 REGISTERED = [(name, dtype) for name in backend_names() for dtype in DTYPES if name != CPP or dtype == torch.bfloat16]
 # The first variant is what the registry gives.
 OTHER_VARIANTS = [(variant.name, torch.bfloat16) for variant in get_supported_variants()[1:]]
+TRITON = [("triton", dtype) for dtype in DTYPES]
+BACKENDS = REGISTERED + OTHER_VARIANTS + TRITON
 
 
-@pytest.fixture(params=REGISTERED + OTHER_VARIANTS, ids=str)
+@pytest.fixture
 def backend(request: pytest.FixtureRequest) -> KernelBackend:
     name, dtype = request.param
     try:
+        if request.param in TRITON:
+            return get_backend(name, dtype, device="cuda") if HAS_GPU else build_interpreted(dtype)
         return CppBackend(name) if request.param in OTHER_VARIANTS else get_backend(name, dtype)
     except ConfigError as error:
         pytest.skip(f"does not run here: {error}")
+
+
+def build_interpreted(dtype: torch.dtype) -> KernelBackend:
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    from pdserve.kernels.gpu.triton_backend import TritonBackend
+
+    return TritonBackend(dtype, torch.device("cpu"))
+
+
+def for_each_backend(names: str = "", cases: Sequence[Any] = ((),), few: Sequence[Any] = ()) -> pytest.MarkDecorator:
+    """Every backend with every case of the arguments ``names``; ``few`` are those that an interpreted one gets."""
+    params = []
+    for entry in BACKENDS:
+        chosen = cases if HAS_GPU or entry not in TRITON else few
+        params += [(entry, *(case if isinstance(case, tuple) else (case,))) for case in chosen]
+    every_name = ["backend", *names.split()]
+    return pytest.mark.parametrize(every_name, params, indirect=["backend"], ids=str)
+
+
+def pick(backend: KernelBackend, values: Sequence[int], few: Sequence[int]) -> Sequence[int]:
+    """The values to try: few in an interpreter."""
+    return few if backend.name == "triton" and not HAS_GPU else values
 
 
 @pytest.fixture
@@ -83,11 +112,12 @@ class Contexts:
             block_ids=[self.block_ids[r] for r, _, _ in spans],
             block_size=self.shape.block_size,
         )
-        plan = backend.build_plan(metadata, self.kv_cache, self.shape.num_heads, self.shape.head_dim**-0.5)
-        packed = torch.cat([self.q[r][start:stop] for r, start, stop in spans])
-        out = plan.attend(packed, self.kv_cache[:, LAYER])
+        kv_cache = self.kv_cache.to(backend.device)
+        plan = backend.build_plan(metadata, kv_cache, self.shape.num_heads, self.shape.head_dim**-0.5)
+        packed = torch.cat([self.q[r][start:stop] for r, start, stop in spans]).to(backend.device)
+        out = plan.attend(packed, kv_cache[:, LAYER])
         assert out.dtype == self.dtype
-        return list(torch.split(out, [stop - start for _, start, stop in spans]))
+        return list(torch.split(out.cpu(), [stop - start for _, start, stop in spans]))
 
     def attend_whole(self, backend: KernelBackend, request: int, chunk: int) -> Tensor:
         """All of a request's tokens, ``chunk`` of them a step."""
@@ -107,6 +137,10 @@ class Contexts:
         return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
+def make_random(backend: KernelBackend, generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator).to(backend.device, backend.dtype)
+
+
 def assert_near(actual: Tensor, expected: Tensor) -> None:
     """Within float32 rounding of sums, or half a unit of bfloat16 on top of it."""
     relative = 2**-8 if actual.dtype == torch.bfloat16 else 1e-5
@@ -116,8 +150,10 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 GROUPINGS = [Shape(2, 2, 32), Shape(6, 3, 64), Shape(9, 3, 64), Shape(8, 2, 16), Shape(7, 1, 128), Shape(4, 2, 24, 8)]
 
 
-@pytest.mark.parametrize("shape", GROUPINGS, ids=str)
-@pytest.mark.parametrize("kv_dtype", DTYPES, ids=str)
+GROUPINGS_AND_DTYPES = [(shape, dtype) for shape in GROUPINGS for dtype in DTYPES]
+
+
+@for_each_backend("shape kv_dtype", GROUPINGS_AND_DTYPES, few=[(GROUPINGS[2], DTYPES[0]), (GROUPINGS[5], DTYPES[1])])
 def test_attention_of_a_mixed_step_agrees_with_float64(
     backend: KernelBackend, shape: Shape, kv_dtype: torch.dtype
 ) -> None:
@@ -128,6 +164,7 @@ def test_attention_of_a_mixed_step_agrees_with_float64(
         assert_near(result, contexts.expect(request)[start:stop])
 
 
+@for_each_backend(few=[()])
 def test_attention_with_large_scores_agrees_with_float64(backend: KernelBackend) -> None:
     contexts = Contexts(Shape(4, 2, 64), [300], backend.dtype, backend.dtype)
     contexts.q[0].mul_(16)
@@ -136,7 +173,7 @@ def test_attention_with_large_scores_agrees_with_float64(backend: KernelBackend)
     assert_near(contexts.attend(backend, [(0, 299, 300)])[0], contexts.expect(0)[299:])
 
 
-@pytest.mark.parametrize("block_size", [4, 32, 256])
+@for_each_backend("block_size", [4, 32, 256], few=[256])
 def test_any_block_size_agrees_with_float64(backend: KernelBackend, block_size: int) -> None:
     contexts = Contexts(Shape(4, 2, 32, block_size), [300, 130], backend.dtype, backend.dtype)
     results = contexts.attend(backend, [(0, 20, 300), (1, 129, 130)])
@@ -144,27 +181,27 @@ def test_any_block_size_agrees_with_float64(backend: KernelBackend, block_size: 
     assert_near(results[1], contexts.expect(1)[129:])
 
 
-@pytest.mark.parametrize("shape", GROUPINGS, ids=str)
-@pytest.mark.parametrize("kv_dtype", DTYPES, ids=str)
+@for_each_backend("shape kv_dtype", GROUPINGS_AND_DTYPES, few=[(GROUPINGS[4], DTYPES[0])])
 def test_chunking_changes_no_bit(backend: KernelBackend, shape: Shape, kv_dtype: torch.dtype) -> None:
     contexts = Contexts(shape, [277], backend.dtype, kv_dtype)
     whole = contexts.attend_whole(backend, 0, 277)
-    for chunk in (1, 16, 64, 100):
+    for chunk in pick(backend, (1, 16, 64, 100), few=(64,)):
         assert torch.equal(contexts.attend_whole(backend, 0, chunk), whole), f"chunks of {chunk} differ"
 
 
-@pytest.mark.parametrize("shape", GROUPINGS, ids=str)
+@for_each_backend("shape", GROUPINGS, few=[GROUPINGS[4]])
 def test_neighbours_change_no_bit(backend: KernelBackend, shape: Shape) -> None:
-    seq_lens = [261, *(1 + 37 * i % 400 for i in range(32))]
+    seq_lens = [261, *(1 + 37 * i % 400 for i in pick(backend, range(32), few=range(5, 8)))]
     contexts = Contexts(shape, seq_lens, backend.dtype, backend.dtype)
     alone = contexts.attend(backend, [(0, 260, 261)])[0]
-    others = [(r, seq_lens[r] - 1, seq_lens[r]) for r in range(1, 33)]
+    others = [(r, seq_lens[r] - 1, seq_lens[r]) for r in range(1, len(seq_lens))]
     assert torch.equal(contexts.attend(backend, [(0, 260, 261), *others])[0], alone)
     assert torch.equal(contexts.attend(backend, [*others, (0, 260, 261)])[-1], alone)
     chunks = [(r, 0, seq_lens[r]) for r in range(1, 5)]
     assert torch.equal(contexts.attend(backend, [*chunks, (0, 260, 261), *others])[4], alone)
 
 
+@for_each_backend(few=[()])
 def test_block_ids_and_what_lies_behind_the_last_token_change_no_bit(backend: KernelBackend) -> None:
     shape, lens = Shape(6, 3, 64), [203, 31]
     results = []
@@ -181,11 +218,12 @@ def test_block_ids_and_what_lies_behind_the_last_token_change_no_bit(backend: Ke
     assert torch.equal(results[0], results[2])
 
 
+@for_each_backend()
 def test_two_threads_change_no_bit(backend: KernelBackend, restored_threads: None) -> None:
     generator = torch.Generator().manual_seed(3)
     contexts = Contexts(Shape(7, 1, 64), [400, 30], backend.dtype, backend.dtype)
-    weight = backend.prepare_linear(torch.randn(960, 1536, generator=generator).to(backend.dtype), None)
-    rows = torch.randn(301, 1536, generator=generator).to(backend.dtype)
+    weight = backend.prepare_linear(make_random(backend, generator, 960, 1536), None)
+    rows = make_random(backend, generator, 301, 1536)
     results = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -201,33 +239,34 @@ def test_two_threads_change_no_bit(backend: KernelBackend, restored_threads: Non
 LINEAR_SHAPES = [(64, 192), (576, 960), (1536, 576), (4096, 256), (200, 72)]
 
 
-@pytest.mark.parametrize(("in_features", "out_features"), LINEAR_SHAPES)
-@pytest.mark.parametrize("has_bias", [False, True])
+@for_each_backend(
+    "in_features out_features has_bias",
+    [(*shape, has_bias) for shape in LINEAR_SHAPES for has_bias in (False, True)],
+    few=[(576, 96, True), (200, 72, False)],
+)
 def test_linear_agrees_with_float64_and_rows_are_independent(
     backend: KernelBackend, in_features: int, out_features: int, has_bias: bool
 ) -> None:
     generator = torch.Generator().manual_seed(in_features)
-    weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).to(backend.dtype)
-    bias = torch.randn(out_features, generator=generator).to(backend.dtype) if has_bias else None
-    rows = torch.randn(600, in_features, generator=generator).to(backend.dtype)
+    weight = make_random(backend, generator, out_features, in_features) / in_features**0.5
+    bias = make_random(backend, generator, out_features) if has_bias else None
+    rows = make_random(backend, generator, 600, in_features)
     expected = rows.double() @ weight.double().T + (bias.double() if bias is not None else 0)
     prepared = backend.prepare_linear(weight, bias)
     whole = backend.linear(rows, prepared)
     assert whole.dtype == backend.dtype
     assert_near(whole, expected)
-    for count in (1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 64, 257):
+    for count in pick(backend, (1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 64, 257), few=(1, 257)):
         for first in (0, 600 - count):
             part = backend.linear(rows[first : first + count], prepared)
             assert torch.equal(part, whole[first : first + count]), f"{count} rows from {first} differ"
 
 
-@pytest.mark.parametrize("width", [64, 96, 576, 1536])
+@for_each_backend("width", [64, 96, 576, 1536], few=[96])
 def test_norms_and_nonlinearity_agree_with_float64_and_rows_are_independent(backend: KernelBackend, width: int) -> None:
     generator = torch.Generator().manual_seed(width)
-    x, residual, gate_up = (
-        torch.randn(300, n, generator=generator).to(backend.dtype) for n in (width, width, 2 * width)
-    )
-    weight = torch.randn(width, generator=generator).to(backend.dtype)
+    x, residual, gate_up = (make_random(backend, generator, 300, n) for n in (width, width, 2 * width))
+    weight = make_random(backend, generator, width)
 
     def norm64(values: Tensor) -> Tensor:
         wide = values.double()
@@ -243,24 +282,24 @@ def test_norms_and_nonlinearity_agree_with_float64_and_rows_are_independent(back
     # bfloat16 rounds silu's result and the product.
     half_units = 2**-7 if backend.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(acted.double(), gate * gate.sigmoid() * up, rtol=half_units, atol=2e-5)
-    for count in (1, 2, 3, 17, 100):
+    for count in pick(backend, (1, 2, 3, 17, 100), few=(3,)):
         part = slice(5, 5 + count)
         assert torch.equal(backend.rms_norm(x[part], weight, 1e-5), backend.rms_norm(x, weight, 1e-5)[part])
         assert torch.equal(backend.add_rms_norm(x[part], residual[part].clone(), weight, 1e-5), added[part])
         assert torch.equal(backend.silu_mul(gate_up[part]), acted[part])
 
 
-@pytest.mark.parametrize("kv_dtype", DTYPES, ids=str)
+@for_each_backend("kv_dtype", DTYPES, few=[DTYPES[0]])
 def test_rotation_and_store(backend: KernelBackend, kv_dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     block_ids, seq_lens, query_lens = [[4, 1, 6], [0]], [37, 3], [20, 1]
     metadata = AttentionMetadata.build(query_lens, seq_lens, block_ids, 16)
-    qkv = torch.randn(21, 10, 32, generator=generator).to(backend.dtype)
+    qkv = make_random(backend, generator, 21, 10, 32)
     q, k, v = torch.split(qkv, [6, 2, 2], 1)
-    angles = torch.rand(21, 16, generator=generator) * 6
+    angles = (torch.rand(21, 16, generator=generator) * 6).to(backend.device)
     cos, sin = angles.cos(), angles.sin()
     rotation = Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
-    kv_cache = torch.full((7, NUM_LAYERS, 2, 2, 16, 32), math.nan, dtype=kv_dtype)
+    kv_cache = torch.full((7, NUM_LAYERS, 2, 2, 16, 32), math.nan, dtype=kv_dtype, device=backend.device)
     plan = backend.build_plan(metadata, kv_cache, 6, 1.0)
     rotated = plan.rotate_and_store(q, k, v, rotation, kv_cache[:, LAYER])
 

@@ -48,3 +48,22 @@ def test_quantised_weights_need_the_compiled_backend() -> None:
         get_backend("onednn", torch.bfloat16, "w8a8")
     with pytest.raises(ConfigError, match="quantization 'int3' is unknown; use none, int8, w8a8"):
         get_backend("auto", torch.bfloat16, "int3")
+
+
+def test_what_cannot_compute_on_a_gpu_is_refused_before_one_is_looked_for() -> None:
+    with pytest.raises(ConfigError, match="quantization int8 needs device cpu"):
+        get_backend("auto", torch.bfloat16, "int8", "cuda")
+    with pytest.raises(ConfigError, match="'cpp' does not compute on a GPU; use auto, triton, flash-attn"):
+        get_backend("cpp", torch.bfloat16, device="cuda")
+    with pytest.raises(ConfigError, match=r"flash-attn computes in bfloat16, not torch\.float32"):
+        get_backend("flash-attn", torch.float32, device="cuda")
+    with pytest.raises(ConfigError, match="device 'tpu' is unknown; use cpu, cuda"):
+        get_backend("auto", torch.bfloat16, device="tpu")
+    with pytest.raises(ConfigError, match="'triton' computes on a GPU; set device to cuda"):
+        get_backend("triton", torch.bfloat16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_one_plain_line() -> None:
+    with pytest.raises(ConfigError, match=r"^device cuda: [^\n]*use device cpu$"):
+        get_backend("auto", torch.bfloat16, device="cuda")
