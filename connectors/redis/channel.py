@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import redis
@@ -21,6 +21,8 @@ from pdserve.connectors.blocks.failures import Failure
 Part = bytes | memoryview
 _BUFFER_BYTES = 16 << 10
 _MAX_TEXT_BYTES = 8 << 10
+# Of one call; more are refused by the system.
+_MAX_PARTS = 1024
 # What a unix socket takes before the server reads: the usual 208 KiB are half a block, and every refill costs two
 # switches between processes. TCP finds its own size.
 _UNIX_SEND_BUFFER_BYTES = 2 << 20
@@ -76,22 +78,23 @@ class Channel:
         self._bytes = bytearray(_BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
         self._start = self._end = 0
-        self._unsent: list[Part] = []
+        self._is_tls = isinstance(self._socket, ssl.SSLSocket)
+        self._unsent: list[memoryview] = []
+        self._text: list[bytes] = []
         self._num_owed = 0
 
     def queue(self, command: Command) -> None:
         """Add a command to what `flush` sends."""
         arguments = (command.name, command.key, *command.arguments)
-        pieces = [b"*%d\r\n" % len(arguments)]
+        self._text.append(b"*%d\r\n" % len(arguments))
         for argument in arguments:
-            pieces.append(b"$%d\r\n" % len(argument))
+            self._text.append(b"$%d\r\n" % len(argument))
             if isinstance(argument, memoryview):
-                self._unsent += (b"".join(pieces), argument)
-                pieces = []
+                self._unsent += (memoryview(b"".join(self._text)), argument)
+                self._text.clear()
             else:
-                pieces.append(argument)
-            pieces.append(b"\r\n")
-        self._unsent.append(b"".join(pieces))
+                self._text.append(argument)
+            self._text.append(b"\r\n")
         self._num_owed += 1
 
     def flush(self) -> None:
@@ -100,16 +103,17 @@ class Channel:
         Raises:
             OSError: the connection broke, or the deadline passed (TimeoutError).
         """
-        parts, self._unsent = self._unsent, []
-        small: list[Part] = []
-        for part in parts:
-            if isinstance(part, memoryview):
-                self._send(b"".join(small))
-                self._send(part)
-                small = []
-            else:
-                small.append(part)
-        self._send(b"".join(small))
+        parts = [*self._unsent, memoryview(b"".join(self._text))]
+        self._unsent.clear()
+        self._text.clear()
+        first = 0
+        while first < len(parts):
+            count = self._send(parts[first : first + _MAX_PARTS])
+            while first < len(parts) and count >= len(parts[first]):
+                count -= len(parts[first])
+                first += 1
+            if count:
+                parts[first] = parts[first][count:]
 
     def read_number(self) -> int | Failure:
         """A reply that is a number.
@@ -208,10 +212,10 @@ class Channel:
                 raise ProtocolError("a line does not end")
         return line[:1], line[1:-2]
 
-    def _send(self, data: Part) -> None:
-        if data:
-            self._socket.settimeout(self._get_remaining_s())
-            self._socket.sendall(data)
+    def _send(self, parts: Sequence[memoryview]) -> int:
+        """Send a beginning of ``parts``; how many bytes went."""
+        self._socket.settimeout(self._get_remaining_s())
+        return self._socket.send(parts[0]) if self._is_tls else self._socket.sendmsg(parts)
 
     def _receive(self, target: memoryview) -> int:
         """Receive into ``target``, and what follows it into the buffer, which is empty; how much of ``target`` came.
@@ -219,12 +223,10 @@ class Channel:
         The next reply's beginning costs no call of its own then.
         """
         self._socket.settimeout(self._get_remaining_s())
-        if not isinstance(self._socket, ssl.SSLSocket):
-            count = self._socket.recvmsg_into([target, self._buffer])[0]
-        elif target:
-            count = self._socket.recv_into(target)
+        if self._is_tls:
+            count = self._socket.recv_into(target or self._buffer)
         else:
-            count = self._socket.recv_into(self._buffer)
+            count = self._socket.recvmsg_into([target, self._buffer])[0]
         if count == 0:
             raise ProtocolError("the server closed the connection")
         count_of_target = min(count, len(target))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -77,6 +78,26 @@ def test_commands_go_out_as_they_must(make_link) -> None:
         b"*2\r\n$6\r\nSTRLEN\r\n$3\r\nkey\r\n*5\r\n$3\r\nSET\r\n$3\r\nkey\r\n$3\r\nv\r\n\r\n$2\r\nEX\r\n$2\r\n60\r\n"
     )
     assert link.server.recv(1000) == wanted
+
+
+def test_what_the_system_takes_in_pieces_arrives_whole(make_link) -> None:
+    """More parts than one call takes, and more bytes than the socket holds."""
+    link = make_link()
+    values = [bytes([index % 256]) * (index % 7) for index in range(2000)] + [b"large" * 500_000]
+    wanted = b"".join(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n%b\r\n" % (len(value), value) for value in values)
+    for value in values:
+        link.channel.queue(Command(b"SET", b"k", (memoryview(value),)))
+    found = bytearray()
+
+    def receive() -> None:
+        while len(found) < len(wanted) and (piece := link.server.recv(1 << 16)):
+            found.extend(piece)
+
+    reader = threading.Thread(target=receive)
+    reader.start()
+    link.channel.flush()
+    reader.join()
+    assert found == wanted
 
 
 def feed_in_pieces(link: Link, pieces: list[bytes]) -> None:
