@@ -6,6 +6,7 @@ nothing of sampling, models or queues.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,13 +27,16 @@ class StepInputs:
         token_ids: [T] int64, the tokens packed.
         metadata: whose they are, and where their KV goes.
         sampling_indices: which of the step's requests reach their last known token, and so get another.
-        last_rows: [R'] int64, the packed index of that token for each of them.
     """
 
     token_ids: Tensor
     metadata: AttentionMetadata
-    sampling_indices: NDArray[np.int64]
-    last_rows: Tensor
+    sampling_indices: list[int]
+
+    @property
+    def last_rows(self) -> Tensor:
+        """[R'] int64, the packed index of the last token of each request that gets another."""
+        return torch.from_numpy(self.metadata.query_start_loc_array[1:][self.sampling_indices] - 1)
 
 
 class InputBatch:
@@ -50,8 +54,8 @@ class InputBatch:
         self._block_size = block_size
         self._token_ids = np.empty((max_num_seqs, max_model_len), dtype=np.int32)
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64)
-        self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_tokens = [0] * max_num_seqs
+        self._num_blocks = [0] * max_num_seqs
         self._rows: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
 
@@ -79,9 +83,10 @@ class InputBatch:
 
     def append_tokens(self, request_ids: Iterable[str], token_ids: Iterable[int]) -> None:
         """A token behind those known, for each of these requests."""
-        rows = np.array([self._rows[request_id] for request_id in request_ids], dtype=np.int64)
-        self._token_ids[rows, self._num_tokens[rows]] = np.fromiter(token_ids, np.int32, len(rows))
-        self._num_tokens[rows] += 1
+        for request_id, token_id in zip(request_ids, token_ids, strict=True):
+            row = self._rows[request_id]
+            self._token_ids[row, self._num_tokens[row]] = token_id
+            self._num_tokens[row] += 1
 
     def get_token_ids(self, request_id: str) -> NDArray[np.int32]:
         """The request's tokens so far, prompt and output; a view, good until the next change."""
@@ -90,16 +95,19 @@ class InputBatch:
 
     def build_inputs(self, items: Sequence[ScheduledRequest]) -> StepInputs:
         """Gather what a step computes; ``items`` is not empty."""
-        rows_R = np.array([self._rows[item.request_id] for item in items], dtype=np.int64)
-        num_computed_R = np.array([item.num_computed_tokens for item in items], dtype=np.int64)
-        query_lens_R = np.array([item.num_scheduled_tokens for item in items], dtype=np.int64)
-        seq_lens_R = num_computed_R + query_lens_R
-        num_blocks = -(-int(seq_lens_R.max()) // self._block_size)
-        metadata = AttentionMetadata.from_table(
-            query_lens_R, seq_lens_R, self._block_table[rows_R, :num_blocks], self._block_size
+        rows = [self._rows[item.request_id] for item in items]
+        seq_lens = [item.num_computed_tokens + item.num_scheduled_tokens for item in items]
+        starts = [0, *itertools.accumulate(item.num_scheduled_tokens for item in items)]
+        rows_R, seq_lens_R = np.array(rows, dtype=np.int64), np.array(seq_lens, dtype=np.int64)
+        num_blocks = -(-max(seq_lens) // self._block_size)
+        metadata = AttentionMetadata(
+            block_size=self._block_size,
+            query_start_loc_array=np.array(starts, dtype=np.int64),
+            seq_lens_array=seq_lens_R,
+            block_table_array=self._block_table[rows_R, :num_blocks],
         )
-        rows_T = rows_R if len(metadata.positions) == len(rows_R) else np.repeat(rows_R, query_lens_R)
+        rows_T = rows_R if starts[-1] == len(rows) else np.repeat(rows_R, np.diff(metadata.query_start_loc_array))
         token_ids_T = self._token_ids[rows_T, metadata.positions.numpy()].astype(np.int64)
-        sampling_indices = np.flatnonzero(seq_lens_R == self._num_tokens[rows_R])
-        last_rows = np.cumsum(query_lens_R)[sampling_indices] - 1
-        return StepInputs(torch.from_numpy(token_ids_T), metadata, sampling_indices, torch.from_numpy(last_rows))
+        known = zip(rows, seq_lens, strict=True)
+        complete = [index for index, (row, seq_len) in enumerate(known) if seq_len == self._num_tokens[row]]
+        return StepInputs(torch.from_numpy(token_ids_T), metadata, complete)

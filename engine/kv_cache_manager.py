@@ -84,11 +84,13 @@ class KVCacheManager:
         """Index the request's blocks that its computed tokens fill; called once their KV stands there."""
         if not self._enable_prefix_caching:
             return
-        num_full = request.num_computed_tokens // self.block_size
+        num_full, num_indexed = request.num_computed_tokens // self.block_size, self._num_indexed[request.request_id]
+        if num_full <= num_indexed:
+            return
         table = self._tables[request.request_id]
-        for i in range(self._num_indexed[request.request_id], num_full):
+        for i in range(num_indexed, num_full):
             self.pool.set_digest(table[i], request.block_digests[i])
-        self._num_indexed[request.request_id] = max(self._num_indexed[request.request_id], num_full)
+        self._num_indexed[request.request_id] = num_full
 
     def free(self, request_id: str) -> None:
         """The request lets go of its blocks; nothing happens when it holds none."""

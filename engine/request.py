@@ -117,13 +117,13 @@ class Request:
 
     def find_finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the token just appended ends the request, or None when it goes on."""
-        token_id, sampling = self.token_ids[-1], self.sampling
-        if self.num_output_tokens >= sampling.min_tokens:
+        token_id, sampling, num_tokens = self.token_ids[-1], self.sampling, len(self.token_ids)
+        if num_tokens - self.num_prompt_tokens >= sampling.min_tokens:
             if token_id in eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.STOP
             if token_id in sampling.stop_token_ids:
                 return FinishReason.STOP
-        if self.num_tokens >= self.max_total_tokens:
+        if num_tokens >= self.max_total_tokens:
             return FinishReason.LENGTH
         return FinishReason.HANDOFF if self.handoff else None
 
@@ -148,9 +148,8 @@ class Request:
             self.num_cached_tokens = min((self.num_cached_tokens or 0) + num_tokens, self.num_prompt_tokens)
 
     def note_chunk(self, num_computed_tokens: int, num_tokens: int) -> None:
-        """A step computed ``num_tokens`` tokens behind ``num_computed_tokens``."""
-        if num_computed_tokens < self.num_prompt_tokens:
-            self.add_event("prefill_chunk", num_tokens=num_tokens, num_computed_tokens=num_computed_tokens + num_tokens)
+        """A step computed ``num_tokens`` tokens behind ``num_computed_tokens``, some of them of the prompt."""
+        self.add_event("prefill_chunk", num_tokens=num_tokens, num_computed_tokens=num_computed_tokens + num_tokens)
 
     def take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
         """The prompt's logprobs, once they are complete; None where nobody asked or they were taken."""
@@ -162,7 +161,8 @@ class Request:
     def append_token(self, token_id: int) -> None:
         """A token was sampled."""
         self.token_ids.append(token_id)
-        self._extend_digests()
+        if len(self.token_ids) % self._block_size == 0:
+            self._extend_digests()
         if self.num_new_tokens == 1:
             self.add_event("first_token" if self.num_output_tokens == 1 else "first_decode_step")
 

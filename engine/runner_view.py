@@ -47,5 +47,5 @@ class RunnerView:
                 sampling=request.sampling,
                 wants_prompt_logprobs=request.wants_prompt_logprobs,
             )
-        new_block_ids = tuple(block_ids[num_known:])
+        new_block_ids = tuple(block_ids[num_known:]) if num_known < len(block_ids) else ()
         return new, ScheduledRequest(request.request_id, request.num_computed_tokens, num_tokens, new_block_ids)

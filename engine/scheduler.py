@@ -227,20 +227,23 @@ class Scheduler:
     def update_from_output(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestOutput]:
         """Take in what the step computed and what the connector reports."""
         outputs = self._update_transfers(result.connector_output)
+        invalid_block_ids = result.connector_output.invalid_block_ids
         sampled: list[Request] = []
         for item in step.scheduled:
             request = self._requests.get(item.request_id)
             if request is None:
                 continue  # aborted or failed since
-            if self._transfers.rewind_invalid(request, result.connector_output.invalid_block_ids):
+            if invalid_block_ids and self._transfers.rewind_invalid(request, invalid_block_ids):
                 continue  # computed on blocks that a synchronous load did not fill: computed again
             if item.request_id in result.failed:
                 error = WireError(code="engine_error", message=result.failed[item.request_id], retryable=True)
                 outputs.append(self._finish(request, FinishReason.ERROR, error=error))
-            else:
-                outputs.extend(self._update_request(request, item, result))
-                if item.request_id in result.sampled_token_ids:
-                    sampled.append(request)
+                continue
+            self._note_computed(request, item, result)
+            token_id = result.sampled_token_ids.get(item.request_id)
+            if token_id is not None:
+                outputs.append(self._append_token(request, token_id, result))
+                sampled.append(request)
         self._stats.observe_tokens(sampled, self._clock())
         return outputs
 
@@ -362,17 +365,17 @@ class Scheduler:
 
     # --- results ----------------------------------------------------------------------------------------
 
-    def _update_request(
-        self, request: Request, item: ScheduledRequest, result: ModelRunnerOutput
-    ) -> list[RequestOutput]:
-        """One request's step: KV stands in its blocks, and perhaps there is a token."""
+    def _note_computed(self, request: Request, item: ScheduledRequest, result: ModelRunnerOutput) -> None:
+        """The KV of a request's scheduled tokens stands in its blocks."""
         request.num_computed_tokens = item.num_computed_tokens + item.num_scheduled_tokens
         self._kv_cache.index_computed_blocks(request)
-        request.note_chunk(item.num_computed_tokens, item.num_scheduled_tokens)
-        request.prompt_logprobs.extend(result.prompt_logprobs.get(request.request_id, ()))
-        token_id = result.sampled_token_ids.get(request.request_id)
-        if token_id is None:
-            return []
+        if item.num_computed_tokens < request.num_prompt_tokens:
+            request.note_chunk(item.num_computed_tokens, item.num_scheduled_tokens)
+        if item.request_id in result.prompt_logprobs:
+            request.prompt_logprobs.extend(result.prompt_logprobs[item.request_id])
+
+    def _append_token(self, request: Request, token_id: int, result: ModelRunnerOutput) -> RequestOutput:
+        """A request got a token, which may end it."""
         request.append_token(token_id)
         logprobs = result.logprobs.get(request.request_id)
         is_first = request.num_new_tokens == 1
@@ -387,11 +390,11 @@ class Scheduler:
         )
         reason = request.find_finish_reason(self._eos_token_ids)
         if reason is None:
-            return [output]
+            return output
         end = self._finish(request, reason)
         if self._transfers.defer(end):
-            return [output]  # the hand-off is announced when the KV is saved
-        return [_merge(output, end)]
+            return output  # the hand-off is announced when the KV is saved
+        return _merge(output, end)
 
     def _update_transfers(self, output: ConnectorOutput) -> list[RequestOutput]:
         """Loads that ended put requests back into the queue; sends that ended free blocks and announce KV."""

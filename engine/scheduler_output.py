@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdserve.connectors.base import ConnectorMetadata, ConnectorOutput
 from pdserve.protocol import SamplingParams, TokenLogprobs
 
@@ -33,9 +35,8 @@ class NewRequest:
     wants_prompt_logprobs: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """What one request computes in this step.
+class ScheduledRequest(msgspec.Struct, frozen=True):
+    """What one request computes in this step. A struct: one is made for each request in each step.
 
     Attributes:
         request_id: the engine's id.

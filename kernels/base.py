@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -26,21 +27,56 @@ from torch import Tensor
 class AttentionMetadata:
     """One step: which tokens run, where their KV goes and which context they see.
 
+    Holds what a step is made of; what follows from it is derived when it is asked for.
+
     Attributes:
         block_size: S.
-        query_start_loc: R + 1 offsets into the packed tokens; request r owns ``[loc[r], loc[r + 1])``.
-        seq_lens: R context lengths, this step's tokens included.
-        positions: [T] int64, each token's position in its request.
-        slot_mapping: [T] int64, ``block id * S + offset`` where each token's KV goes.
-        block_table: [R, M] int64 block ids of each request; behind its context, any block of the pool.
+        query_start_loc_array: R + 1 offsets into the packed tokens; request r owns ``[loc[r], loc[r + 1])``.
+        seq_lens_array: R context lengths, this step's tokens included.
+        block_table_array: [R, M] block ids of each request; behind its context, any block of the pool.
     """
 
     block_size: int
-    query_start_loc: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-    positions: Tensor
-    slot_mapping: Tensor
-    block_table: Tensor
+    query_start_loc_array: NDArray[np.int64]
+    seq_lens_array: NDArray[np.int64]
+    block_table_array: NDArray[np.int64]
+
+    @cached_property
+    def query_start_loc(self) -> tuple[int, ...]:
+        """``query_start_loc_array`` as plain numbers, for those who go through requests one by one."""
+        return tuple(self.query_start_loc_array.tolist())
+
+    @cached_property
+    def seq_lens(self) -> tuple[int, ...]:
+        """``seq_lens_array`` as plain numbers."""
+        return tuple(self.seq_lens_array.tolist())
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] int64, each token's position in its request."""
+        if self._is_token_each:
+            return torch.from_numpy(self.seq_lens_array - 1)
+        starts = self.query_start_loc_array
+        request_T = np.repeat(np.arange(len(self.seq_lens_array)), np.diff(starts))
+        return torch.from_numpy(np.arange(starts[-1]) + (self.seq_lens_array - starts[1:])[request_T])
+
+    @cached_property
+    def slot_mapping(self) -> Tensor:
+        """[T] int64, ``block id * S + offset`` where each token's KV goes."""
+        request_T = np.arange(len(self.seq_lens_array))
+        if not self._is_token_each:
+            request_T = np.repeat(request_T, np.diff(self.query_start_loc_array))
+        block_T, offset_T = np.divmod(self.positions.numpy(), self.block_size)
+        return torch.from_numpy(self.block_table_array[request_T, block_T] * self.block_size + offset_T)
+
+    @cached_property
+    def block_table(self) -> Tensor:
+        """``block_table_array`` as a tensor."""
+        return torch.from_numpy(self.block_table_array)
+
+    @property
+    def _is_token_each(self) -> bool:
+        return len(self.seq_lens_array) == int(self.query_start_loc_array[-1])
 
     @classmethod
     def build(
@@ -83,17 +119,7 @@ class AttentionMetadata:
         """
         starts = np.zeros(len(query_lens_R) + 1, dtype=np.int64)
         np.cumsum(query_lens_R, out=starts[1:])
-        request_T = np.repeat(np.arange(len(query_lens_R)), query_lens_R)
-        positions_T = np.arange(starts[-1]) + (seq_lens_R - starts[1:])[request_T]
-        slots_T = block_table_RM[request_T, positions_T // block_size] * block_size + positions_T % block_size
-        return cls(
-            block_size=block_size,
-            query_start_loc=tuple(starts.tolist()),
-            seq_lens=tuple(seq_lens_R.tolist()),
-            positions=torch.from_numpy(positions_T),
-            slot_mapping=torch.from_numpy(slots_T),
-            block_table=torch.from_numpy(block_table_RM),
-        )
+        return cls(block_size, starts, seq_lens_R, block_table_RM)
 
 
 @dataclass(frozen=True)

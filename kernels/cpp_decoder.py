@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.base import AttentionMetadata, Rotation
-from pdserve.kernels.cpp_step import CppStep, build_heads, build_kv_layer, set_rotation
+from pdserve.kernels.cpp_step import build_heads, build_kv_layer, build_step, set_rotation
 from pdserve.kernels.decoder import DecoderShape, LayerHook, LayerWeights
 from pdserve.kernels.linear_format import build_linear
 from pdserve.kernels.native_library import NativeDecoder, NativeLayer, require_done
@@ -64,11 +64,10 @@ class CppDecoder:
         native = self._native
         assert residual_TD.is_contiguous()
         assert residual_TD.dtype == torch.bfloat16
-        assert residual_TD.shape == (metadata.query_start_loc[-1], native.hidden_size)
+        assert residual_TD.shape == (metadata.query_start_loc_array[-1], native.hidden_size)
         assert kv_cache.shape[1] == native.num_layers
         assert kv_cache.shape[4] == metadata.block_size
-        step = CppStep.of(metadata)
-        native_step = step.build_native(self._get_num_threads())
+        native_step = build_step(metadata, self._get_num_threads())
         set_rotation(native_step, rotation)
         kv_layer = build_kv_layer(kv_cache[:, 0])
         hidden_TD = torch.empty_like(residual_TD)

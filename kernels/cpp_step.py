@@ -24,10 +24,9 @@ class CppStep:
     @classmethod
     def of(cls, metadata: AttentionMetadata) -> CppStep:
         """``metadata`` in memory that the kernels can read."""
-        starts, seq_lens = (np.array(lens, dtype=np.int64) for lens in (metadata.query_start_loc, metadata.seq_lens))
         return cls(
-            torch.from_numpy(starts),
-            torch.from_numpy(seq_lens),
+            torch.from_numpy(metadata.query_start_loc_array),
+            torch.from_numpy(metadata.seq_lens_array),
             metadata.block_table.contiguous(),
             metadata.slot_mapping.contiguous(),
         )
@@ -47,6 +46,24 @@ class CppStep:
             slot_mapping=self.slot_mapping.data_ptr(),
             threads=num_threads,
         )
+
+
+def build_step(metadata: AttentionMetadata, num_threads: int) -> NativeStep:
+    """A step as `CppDecoder` gives it to the kernels, which find the slots themselves; it points into ``metadata``."""
+    arrays = metadata.query_start_loc_array, metadata.seq_lens_array, metadata.block_table_array
+    for array in arrays:
+        assert array.dtype == np.int64
+        assert array.flags.c_contiguous
+    query_start_loc, seq_lens, block_table = (torch.from_numpy(array).data_ptr() for array in arrays)
+    return NativeStep(
+        num_tokens=int(metadata.query_start_loc_array[-1]),
+        num_requests=len(metadata.seq_lens_array),
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        table_stride=metadata.block_table_array.shape[1],
+        threads=num_threads,
+    )
 
 
 def set_rotation(step: NativeStep, rotation: Rotation) -> None:

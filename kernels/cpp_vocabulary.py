@@ -35,18 +35,19 @@ def look_up(
         build_linear(embedding), rotation.cos_TH.data_ptr(), rotation.sin_TH.data_ptr(), num_positions, head_dim
     )
     embedded_TD = torch.empty(num_tokens, embedding.in_features, dtype=torch.bfloat16)
-    rotation_2TH = torch.empty(2, num_tokens, head_dim, dtype=torch.float32)
+    cos_TH, sin_TH = (torch.empty(num_tokens, head_dim, dtype=torch.float32) for _ in range(2))
     status = library.pds_look_up(
         byref(native),
         token_ids_T.data_ptr(),
         positions_T.data_ptr(),
         num_tokens,
         embedded_TD.data_ptr(),
-        rotation_2TH.data_ptr(),
+        cos_TH.data_ptr(),
+        sin_TH.data_ptr(),
         num_threads,
     )
     require_done(status)
-    return embedded_TD, Rotation(rotation_2TH[0], rotation_2TH[1])
+    return embedded_TD, Rotation(cos_TH, sin_TH)
 
 
 def find_largest(library: ctypes.CDLL, x_TD: Tensor, weight: LinearWeight, num_threads: int) -> tuple[Tensor, Tensor]:

@@ -138,7 +138,7 @@ _SIGNATURES = {
     "pds_linear_argmax": (c_int, (c_void_p, c_int64, c_int64, POINTER(NativeLinear), c_void_p, c_void_p, c_int64)),
     "pds_look_up": (
         c_int,
-        (POINTER(NativeTables), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64),
+        (POINTER(NativeTables), c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
     ),
     "pds_rms_norm": (None, (c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64)),
     "pds_add_rms_norm": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64)),

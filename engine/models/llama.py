@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from pdserve.engine.models.config import ModelConfig
@@ -42,7 +41,7 @@ class CausalLM:
         self.config = config
         self.backend = backend
         self._weights = weights
-        rotation = build_rotation_table(config.rope, config.head_dim, config.max_position_embeddings)
+        rotation = build_rotation_table(config.rope, config.head_dim, config.max_position_embeddings, backend.device)
         self._tables = Tables(weights.embedding, rotation)
         shape = DecoderShape(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
         self._decoder: FusedDecoder = (
@@ -51,7 +50,6 @@ class CausalLM:
             else LayerLoop(backend, weights.layers, weights.final_norm, shape)
         )
 
-    @torch.inference_mode()
     def forward(
         self,
         token_ids_T: Tensor,
@@ -73,12 +71,10 @@ class CausalLM:
         residual_TD, rotation = self.backend.look_up(self._tables, token_ids_T, metadata.positions)
         return self._decoder.forward(residual_TD, metadata, rotation, kv_cache, on_layer)
 
-    @torch.inference_mode()
     def compute_logits(self, hidden_RD: Tensor, out_RV: Tensor | None = None) -> Tensor:
         """Logits [R, V] float32 of hidden states [R, D]; in ``out_RV`` if that is given."""
         return self.backend.linear_float32(hidden_RD, self._weights.lm_head, out_RV)
 
-    @torch.inference_mode()
     def find_likeliest(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         """The largest logit of each of the hidden states [R, D], the lowest token id among equals.
 

@@ -83,7 +83,7 @@ class _Loader:
 
     def _vector(self, name: str, *shape: int) -> Tensor:
         """Tensor ``name`` as it is."""
-        target = torch.empty(shape, dtype=self._dtype)
+        target = torch.empty(shape, dtype=self._dtype, device=self._backend.device)
         self._reader.read_into(name, target)
         return target
 
@@ -91,8 +91,9 @@ class _Loader:
         self, names: Sequence[str], out_features: Sequence[int], in_features: int, *, has_bias: bool
     ) -> LinearWeight:
         """The projections ``names`` stacked into one, prepared by the backend."""
-        weight = torch.empty((sum(out_features), in_features), dtype=self._dtype)
-        bias = torch.empty(sum(out_features), dtype=self._dtype) if has_bias else None
+        device = self._backend.device
+        weight = torch.empty((sum(out_features), in_features), dtype=self._dtype, device=device)
+        bias = torch.empty(sum(out_features), dtype=self._dtype, device=device) if has_bias else None
         for name, rows in zip(names, torch.split(weight, list(out_features)), strict=True):
             self._reader.read_into(f"{name}.weight", rows)
         if bias is not None:

@@ -10,8 +10,10 @@ from torch import Tensor
 from pdserve.engine.models.rope_config import Llama3Scaling, RopeConfig, YarnScaling
 from pdserve.kernels.base import Rotation
 
+CPU = torch.device("cpu")
 
-def build_rotation_table(config: RopeConfig, head_dim: int, num_positions: int) -> Rotation:
+
+def build_rotation_table(config: RopeConfig, head_dim: int, num_positions: int, device: torch.device = CPU) -> Rotation:
     """The rotation of all positions of a model's context.
 
     Angles are computed in float64 and rounded once, so that a table is the same on any machine and for any size.
@@ -20,12 +22,13 @@ def build_rotation_table(config: RopeConfig, head_dim: int, num_positions: int) 
         config: the rotary embedding.
         head_dim: H.
         num_positions: rows of the table.
+        device: where the table is to be; computed on the CPU in any case.
     """
     frequencies = build_frequencies(config, head_dim).double()
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies
     magnitude = config.scaling.attention_factor if isinstance(config.scaling, YarnScaling) else 1.0
     cos, sin = (angles.cos() * magnitude).float(), (angles.sin() * magnitude).float()
-    return Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    return Rotation(torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device))
 
 
 def build_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

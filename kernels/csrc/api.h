@@ -60,7 +60,7 @@ struct Linear {
 void parallel(int64_t threads, int64_t count, void (*work)(void* context, int64_t item), void* context);
 
 // Memory of the calling thread, 64-byte aligned, kept for its next call with the same slot. Null when there is none.
-enum ScratchSlot { kRows, kItems, kAttention, kSearch, kNumSlots };
+enum ScratchSlot { kRows, kItems, kAttention, kSearch, kSlots, kGateUp, kBlock, kNumSlots };
 void* scratch(ScratchSlot slot, size_t num_bytes);
 
 }  // namespace pds

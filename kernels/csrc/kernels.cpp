@@ -9,6 +9,20 @@
 
 namespace {
 
+// The slots of a step's tokens, by its block table. False where a request's tokens lie outside its row of the table.
+bool find_slots(const Step& step, const KvLayer& kv, int64_t* slots) {
+  for (int64_t r = 0; r < step.num_requests; ++r) {
+    const int64_t first = step.query_start_loc[r], last = step.query_start_loc[r + 1], seq_len = step.seq_lens[r];
+    if (last - first > seq_len || seq_len > step.table_stride << kv.block_shift) return false;
+    const int64_t* blocks = step.block_table + r * step.table_stride;
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t position = seq_len - (last - t), index = position >> kv.block_shift;
+      slots[t] = blocks[index] * (int64_t{1} << kv.block_shift) + position - (index << kv.block_shift);
+    }
+  }
+  return true;
+}
+
 enum Status : int { kDone = 0, kNoMemory = 1, kOutsidePool = 2, kOutsideTables = 3 };
 
 }  // namespace
@@ -36,9 +50,9 @@ PDS_API int pds_linear_argmax(const uint16_t* x, int64_t x_stride, int64_t rows,
 }
 
 PDS_API int pds_look_up(const Tables* tables, const int64_t* token_ids, const int64_t* positions, int64_t tokens,
-                        uint16_t* embedded, float* rotation, int64_t threads) {
+                        uint16_t* embedded, float* cos, float* sin, int64_t threads) {
   if (!are_in_tables(*tables, token_ids, positions, tokens)) return kOutsideTables;
-  look_up(*tables, token_ids, positions, tokens, embedded, rotation, threads);
+  look_up(*tables, token_ids, positions, tokens, embedded, cos, sin, threads);
   return kDone;
 }
 
@@ -76,11 +90,16 @@ PDS_API int64_t pds_workspace_elements(const Decoder* decoder, int64_t num_token
 }
 
 // Runs stages [first_stage, last_stage) of a step; `kv` is the first layer's, the others follow `layer_stride` apart.
+// The step's slots are found here.
 PDS_API int pds_decode_layers(const Decoder* decoder, const Step* step, const KvLayer* kv, int64_t layer_stride,
                               uint16_t* residual, uint16_t* hidden, uint16_t* workspace, int64_t first_stage,
                               int64_t last_stage) {
-  if (!fits(*step, *kv)) return kOutsidePool;
-  Pass pass(*decoder, *step, *kv, layer_stride, residual, hidden, workspace);
+  Step whole = *step;
+  auto* slots = static_cast<int64_t*>(pds::scratch(pds::kSlots, static_cast<size_t>(step->num_tokens) * sizeof(int64_t)));
+  if (slots == nullptr) return kNoMemory;
+  whole.slot_mapping = slots;
+  if (!find_slots(*step, *kv, slots) || !fits(whole, *kv)) return kOutsidePool;
+  Pass pass(*decoder, whole, *kv, layer_stride, residual, hidden, workspace);
   for (int64_t stage = first_stage; stage < last_stage; ++stage) {
     if (!pass.run(stage)) return kNoMemory;
   }

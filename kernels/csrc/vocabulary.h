@@ -33,14 +33,15 @@ bool are_in_tables(const Tables& tables, const int64_t* token_ids, const int64_t
   return inside;
 }
 
-// Embeddings [T, D], and the tokens' rows of both rotation tables [2, T, H].
+// Embeddings [T, D], and the tokens' rows of both rotation tables [T, H].
 void look_up(const Tables& tables, const int64_t* token_ids, const int64_t* positions, int64_t tokens,
-             uint16_t* embedded, float* rotation, int64_t threads) {
-  const int64_t width = tables.head_dim, bytes = width * static_cast<int64_t>(sizeof(float));
+             uint16_t* embedded, float* cos, float* sin, int64_t threads) {
+  const int64_t width = tables.head_dim;
+  const size_t bytes = static_cast<size_t>(width) * sizeof(float);
   for_each_row(tokens, threads, [=, &tables](int64_t t) {
     unpack_row(tables.embedding, token_ids[t], embedded + t * tables.embedding.in_features);
-    memcpy(rotation + t * width, tables.cos + positions[t] * width, static_cast<size_t>(bytes));
-    memcpy(rotation + (tokens + t) * width, tables.sin + positions[t] * width, static_cast<size_t>(bytes));
+    memcpy(cos + t * width, tables.cos + positions[t] * width, bytes);
+    memcpy(sin + t * width, tables.sin + positions[t] * width, bytes);
   });
 }
 

@@ -35,7 +35,7 @@ def require_equal(batch: InputBatch, items: list[ScheduledRequest], tokens: list
         count = -(-end // BLOCK_SIZE)
         assert inputs.metadata.block_table[row, :count].tolist() == ids[:count]
     complete = [i for i, (ids, end) in enumerate(zip(tokens, ends, strict=True)) if end == len(ids)]
-    assert inputs.sampling_indices.tolist() == complete
+    assert inputs.sampling_indices == complete
     assert inputs.last_rows.tolist() == [expected.query_start_loc[i + 1] - 1 for i in complete]
 
 

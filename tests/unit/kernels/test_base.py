@@ -22,3 +22,10 @@ def test_build_takes_a_step_without_requests() -> None:
     assert metadata.query_start_loc == (0,)
     assert metadata.positions.shape == (0,)
     assert metadata.block_table.shape == (0, 0)
+
+
+def test_a_step_of_a_token_each() -> None:
+    metadata = AttentionMetadata.build([1, 1, 1], [6, 1, 9], [[7, 2], [5], [1, 8, 3]], 4)
+    assert metadata.query_start_loc == (0, 1, 2, 3)
+    assert metadata.positions.tolist() == [5, 0, 8]
+    assert metadata.slot_mapping.tolist() == [2 * 4 + 1, 20, 3 * 4]
