@@ -44,11 +44,18 @@ class TransportError(Exception):
 
 
 class RemotePool:
-    """Another agent's blocks; valid until `TransferAgent.disconnect`."""
+    """Another agent's blocks; valid until `TransferAgent.disconnect`.
+
+    Attributes:
+        name: the agent's.
+        descriptors: of its blocks.
+        is_one_sided: the last read needed nothing from the other agent, as between processes of one machine.
+    """
 
     def __init__(self, name: str, descriptors: Any) -> None:
         self.name = name
         self.descriptors = descriptors
+        self.is_one_sided = False
 
 
 class TransferAgent:
@@ -133,7 +140,8 @@ class TransferAgent:
             except self._errors:
                 self.release(read)
                 raise
-        return None if self._is_done(read, state) else read
+        remote.is_one_sided = self._is_done(read, state)
+        return None if remote.is_one_sided else read
 
     def poll(self, read: Any) -> bool:
         """Go on with a read; whether it is done.

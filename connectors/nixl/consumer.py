@@ -2,12 +2,13 @@
 
 A load's way::
 
-    start ──> CONNECTING ──> READING ──> CLOSING ──> verified, reported
-                  │             │           │
+    start ──> CONNECTING ──> READING ──> CONFIRMING ──> verified, reported
+                  │             │            │
                   └── refused, lost, late, cancelled ──> reported as failed, blocks wiped
 
-Blocks count only when the producer has said, after the last byte came, that the lease still held, and when every
-block's checksum is the producer's: NIXL reports success for memory that was given to somebody else meanwhile.
+Blocks count only when the producer has granted a lease that lasted until the last byte had come, and when every block's
+checksum is the producer's: NIXL reports success for memory that was given to somebody else meanwhile. The producer is
+asked when the read begins, so its answer is mostly there when the read ends, and nobody waits for it.
 
 Lives on the transfer thread.
 """
@@ -15,6 +16,7 @@ Lives on the transfer thread.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,10 +29,12 @@ from pdserve.connectors.nixl.messages import Endpoint, Load, TransferReference
 from pdserve.connectors.nixl.pool_memory import PoolMemory
 from pdserve.connectors.nixl.producer import explain_difference
 from pdserve.connectors.nixl.queued_transfers import QueuedTransfers
+from pdserve.connectors.nixl.read_pace import ReadPace
 from pdserve.connectors.nixl.reads import ReadQueue
 from pdserve.connectors.nixl.report import TransferReport
 from pdserve.kv_layout import ModelIdentity
 
+# Messages are heard so often while blocks are read.
 _READING_S = 0.002
 
 
@@ -77,6 +81,9 @@ class Consumer:
         open_channel: connects to a producer; raises ValueError when its address is not one to connect to.
         timeout_s: longest wait for an answer, and for a piece of a read.
         clock: monotonic seconds.
+
+    Attributes:
+        pace: to be told of the engine's steps, by the forward thread.
     """
 
     def __init__(
@@ -97,8 +104,10 @@ class Consumer:
         self._report = report
         self._warnings = warnings
         self._open_channel = open_channel
+        self.pace = ReadPace()
         self._timeout_s = timeout_s
         self._clock = clock
+        self._read_again_at = -math.inf
         self._peers: dict[Endpoint, Peer] = {}
         self._loads: dict[str, tuple[Peer, ActiveLoad]] = {}
         self._queued = QueuedTransfers(clock)
@@ -134,7 +143,7 @@ class Consumer:
     def cancel(self, request_id: str) -> None:
         """The request has ended: end its load as soon as nothing is written to its blocks any more."""
         peer, active = self._loads.get(request_id, (None, None))
-        if peer is not None and active is not None and active.phase is not Phase.CLOSING:
+        if peer is not None and active is not None and active.phase is not Phase.CONFIRMING:
             self._end_early(peer, active, Ending(None, tells_producer=True))
 
     def release(self, reference: TransferReference) -> None:
@@ -153,8 +162,8 @@ class Consumer:
         match message:
             case wire.Welcome():
                 self._take_welcome(peer, message)
-            case wire.Closed():
-                self._take_closed(peer, message)
+            case wire.Opened():
+                self._take_opened(peer, message)
             case wire.Refused(transfer_id=""):
                 self._lose(peer, Failure(message.kind, message.reason))
             case wire.Refused():
@@ -173,8 +182,13 @@ class Consumer:
 
     @property
     def wants_to_run(self) -> bool:
-        """Whether `advance` has something to do at once."""
+        """Whether `advance` has something to do at once, but for a pause between two pieces."""
         return bool(self._reads)
+
+    @property
+    def pause_s(self) -> float:
+        """How much of that pause is left."""
+        return max(self._read_again_at - self._clock(), 0.0)
 
     @property
     def is_waiting_for_read(self) -> bool:
@@ -184,32 +198,28 @@ class Consumer:
     @property
     def next_due(self) -> float | None:
         """When `advance` must be called at the latest."""
-        dues = [min(active.deadline, active.extend_at) for _, active in self._loads.values()]
+        dues = [min(active.deadline, active.ask_at) for _, active in self._loads.values()]
         if self._queued.next_due is not None:
             dues.append(self._queued.next_due)
         return min(dues, default=None)
 
     def advance(self) -> None:
-        """Go on by a piece of a read; send signs of life; end what is late."""
-        if self._reads:
+        """Go on reading; send signs of life; end what is late."""
+        if self._reads and not self.pause_s:
             self._read_on()
         now = self._clock()
         for peer, active in list(self._loads.values()):
             if now >= active.deadline and active.load.request_id in self._loads:
                 self._end_late(peer, active)
-        for peer in self._peers.values():
-            self._extend(peer, now)
+        for peer, active in self._loads.values():
+            if now >= active.ask_at:
+                self._ask(peer, active)
         self._extend_queued()
 
     def drop_all(self, reason: str) -> None:
-        """Give everything up and disconnect. Reads that go on are stopped first."""
+        """Give everything up and disconnect. Reads that go on are stopped first. Idempotent."""
         for peer in list(self._peers.values()):
             self._lose(peer, Failure("disconnected", reason))
-
-    def close(self, reason: str) -> None:
-        """`drop_all`, and let go of the memory. Idempotent."""
-        self.drop_all(reason)
-        self._reads.close()
 
     # --- peers ------------------------------------------------------------------------------------------------
 
@@ -259,13 +269,6 @@ class Consumer:
             if active.phase is Phase.CONNECTING:
                 self._begin_reading(peer, peer.remote, active)
 
-    def _extend(self, peer: Peer, now: float) -> None:
-        due = [active for active in peer.loads.values() if now >= active.extend_at]
-        if due:
-            peer.channel.send(wire.Extend([active.transfer_id for active in due]))
-        for active in due:
-            active.extend_at = now + active.load.reference.extension_interval_s
-
     def _extend_queued(self) -> None:
         """Signs of life of transfers that wait for their turn; one that is lost on the way is followed by others."""
         for references in self._queued.take_due():
@@ -280,17 +283,23 @@ class Consumer:
         if not active.fits(self._memory.region.num_blocks, peer.num_blocks):
             self._finish(peer, active, Failure("foreign", "the reference names blocks that do not exist"))
             return
-        peer.channel.send(wire.Open(active.transfer_id, active.load.digest))
+        self._ask(peer, active)
         active.phase = Phase.READING
-        active.extend_at = self._clock() + active.load.reference.extension_interval_s
         self._reads.add(active, remote)
+
+    def _ask(self, peer: Peer, active: ActiveLoad) -> None:
+        """Ask for the lease, or for more of it."""
+        assert peer.remote is not None, "its blocks are being read"
+        active.ask(self._clock())
+        peer.channel.send(wire.Open(active.transfer_id, active.load.digest, peer.remote.is_one_sided))
 
     def _read_on(self) -> None:
         """Read for a moment: several pieces where each is a copy in memory, one look where it is on a network."""
-        until = self._clock() + _READING_S
+        began = self._clock()
         while self._reads:
             active = self._reads.first
             peer, _ = self._loads[active.load.request_id]
+            self.pace.begin_piece()
             try:
                 has_piece = self._reads.advance()
             except TransportError as error:
@@ -298,7 +307,9 @@ class Consumer:
                 return
             if has_piece:
                 self._take_piece(peer, active)
-            if not has_piece or self._clock() >= until:
+            now, pause_s = self._clock(), self.pace.get_pause_s()
+            self._read_again_at = now + pause_s
+            if not has_piece or pause_s or now - began >= _READING_S:
                 return
 
     def _take_piece(self, peer: Peer, active: ActiveLoad) -> None:
@@ -306,21 +317,33 @@ class Consumer:
             self._end_early(peer, active, active.ending)
         elif active.is_read:
             self._reads.remove(active)
-            active.phase = Phase.CLOSING
-            active.deadline = self._clock() + self._timeout_s
-            peer.channel.send(wire.Close(active.transfer_id, active.num_blocks))
+            active.phase = Phase.CONFIRMING
+            active.read_at = self._clock()
+            active.deadline = active.read_at + self._timeout_s
+            self._confirm(peer, active)
 
-    def _take_closed(self, peer: Peer, message: wire.Closed) -> None:
+    def _take_opened(self, peer: Peer, message: wire.Opened) -> None:
         active = peer.loads.get(message.transfer_id)
-        if active is None or active.phase is not Phase.CLOSING:
-            self._report.count_failure("late" if active is None else "protocol")
+        if active is None:
+            return  # the load was cancelled meanwhile
+        if not active.take_answer(message.checksums):
+            self._report.count_failure("protocol")
+        elif active.phase is Phase.CONFIRMING:
+            self._confirm(peer, active)
+
+    def _confirm(self, peer: Peer, active: ActiveLoad) -> None:
+        """Everything is read: end the load, if the lease lasted; otherwise ask whether it does."""
+        if not active.was_held:
+            if active.asked_at is None:
+                self._ask(peer, active)
             return
-        bad = active.find_bad_blocks(message.checksums)
+        bad = active.find_bad_blocks()
         if bad:
             self._memory.wipe(active.load.block_ids[index] for index in bad)
             self._finish(peer, active, Failure("corrupt", "a block's checksum is wrong"), num_good_blocks=bad[0])
         else:
             self._finish(peer, active, None, num_good_blocks=active.num_blocks)
+        peer.channel.send(wire.Close(active.transfer_id, active.num_blocks))
 
     def _end_late(self, peer: Peer, active: ActiveLoad) -> None:
         failure = Failure("timeout", f"the producer did not answer within {self._timeout_s:g} s")

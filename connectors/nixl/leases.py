@@ -7,7 +7,7 @@ exactly once: closed by its consumer, cancelled, or expired.
 
     offer ──> waiting ──open──> being read ──close──> ended
                │ ^ └──cancel──────┤ ^ └──cancel──> ended
-               │ └─extend         │ └─extend
+               │ └─extend         │ └─open
                └───────expire─────┴──────────────> ended, counted as expired
 """
 
@@ -45,11 +45,13 @@ class Lease:
         offer: what is lent.
         expires_at: by the table's clock.
         reader: the consumer that opened it.
+        is_one_sided: the reader needs nothing from this side while it reads.
     """
 
     offer: Offer
     expires_at: float
     reader: bytes | None = None
+    is_one_sided: bool = False
 
 
 def build_transfer_id(generation: str, serial: int, nonce: str) -> str:
@@ -95,9 +97,9 @@ class LeaseTable:
         return len(self._leases)
 
     @property
-    def is_read(self) -> bool:
-        """Whether some consumer reads now."""
-        return any(lease.reader is not None for lease in self._leases.values())
+    def needs_progress(self) -> bool:
+        """Whether some consumer reads now, and needs this side for it."""
+        return any(lease.reader is not None and not lease.is_one_sided for lease in self._leases.values())
 
     @property
     def next_expiry(self) -> float | None:
@@ -111,28 +113,30 @@ class LeaseTable:
         self._leases[offer.transfer_id] = lease
         return lease
 
-    def open(self, transfer_id: str, digest: bytes, reader: bytes) -> None:
-        """A consumer takes the transfer; the lease starts anew.
+    def open(self, transfer_id: str, digest: bytes, reader: bytes, *, is_one_sided: bool = False) -> Lease:
+        """A consumer takes the transfer, or keeps it; the lease starts anew.
 
         Args:
             transfer_id: which.
             digest: identity of the prompt that the consumer wants.
             reader: who it is.
+            is_one_sided: it needs nothing from this side while it reads.
 
         Raises:
             LeaseError: there is no such lease, it is somebody else's, or it is of another prompt.
             LeasePendingError: it may come yet.
         """
         lease = self._get_live(transfer_id)
-        if lease.reader is not None:
+        if lease.reader not in (None, reader):
             raise LeaseError("in_use", "the transfer is being read already")
         if lease.offer.digest != digest:
             raise LeaseError("foreign", "the transfer is of another prompt")
-        lease.reader = reader
+        lease.reader, lease.is_one_sided = reader, is_one_sided
         lease.expires_at = self._clock() + self.lease_s
+        return lease
 
     def extend(self, transfer_id: str, reader: bytes) -> None:
-        """A sign of life of a lease's reader, or of who will be: the lease starts anew.
+        """A sign of life of who will be a lease's reader, or is: the lease starts anew.
 
         Ignored when somebody else reads, and when it comes too late.
         """

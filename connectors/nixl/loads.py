@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,8 +21,8 @@ class Phase(enum.Enum):
     """The producer's answer to Hello."""
     READING = enum.auto()
     """Its turn, or the end of a read."""
-    CLOSING = enum.auto()
-    """The producer's word that the lease held, and its checksums."""
+    CONFIRMING = enum.auto()
+    """The producer's word that the lease holds, and its checksums; everything is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +46,28 @@ class ActiveLoad:
         load: what was asked for.
         began_at: monotonic seconds.
         deadline: when what it waits for is late; moves with each step forward.
-        extend_at: when the producer needs the next sign of life.
         phase: what it waits for.
+        asked_at: when the producer was asked for the lease; None when no question is open.
+        ask_at: when it is to be asked again.
+        held_until: the lease holds at least so long.
+        read_at: when the last byte had come.
+        expected: the producer's checksums of all the prompt's blocks.
         num_started: blocks whose read has begun; what they hold is not to be believed before the end.
-        checksums: of the blocks as they arrived, in parts, which may still be under way.
+        found: checksums of the blocks as they arrived, in parts.
         ending: set when it is to end as soon as nothing is written to its blocks any more.
     """
 
     load: Load
     began_at: float
     deadline: float
-    extend_at: float = float("inf")
     phase: Phase = Phase.CONNECTING
+    asked_at: float | None = None
+    ask_at: float = math.inf
+    held_until: float = -math.inf
+    read_at: float = math.inf
+    expected: bytes = b""
     num_started: int = 0
-    checksums: list[Future[Checksums]] = field(default_factory=list)
+    found: list[Checksums] = field(default_factory=list)
     ending: Ending | None = None
 
     @property
@@ -92,16 +100,35 @@ class ActiveLoad:
             and all(0 <= block_id < num_blocks_here for block_id in self.load.block_ids)
         )
 
-    def find_bad_blocks(self, checksums: bytes) -> list[int]:
-        """Indices of the loaded blocks that are not what the producer holds; waits for the last checksums.
+    @property
+    def was_held(self) -> bool:
+        """Whether the lease certainly held until the last byte had come."""
+        return self.held_until > self.read_at
 
-        Args:
-            checksums: the producer's, of all the prompt's blocks.
+    def ask(self, now: float) -> None:
+        """The producer is being asked for the lease."""
+        self.asked_at, self.ask_at = now, math.inf
+
+    def take_answer(self, checksums: bytes) -> bool:
+        """The producer has granted the lease; False when it was not asked.
+
+        The lease counts from the question: the producer's began later, and its clock runs as fast as this one.
         """
+        if self.asked_at is None:
+            return False
+        reference = self.load.reference
+        self.held_until = self.asked_at + reference.lease_s
+        self.ask_at = self.asked_at + reference.extension_interval_s
+        self.asked_at = None
+        self.expected = checksums
+        return True
+
+    def find_bad_blocks(self) -> list[int]:
+        """Indices of the loaded blocks that are not what the producer holds."""
         load = self.load
-        expected = np.frombuffer(checksums[: len(checksums) // 8 * 8], dtype=CHECKSUM_DTYPE)
+        expected = np.frombuffer(self.expected[: len(self.expected) // 8 * 8], dtype=CHECKSUM_DTYPE)
         expected = expected[load.first_block : load.first_block + self.num_blocks]
-        found = np.concatenate([part.result() for part in self.checksums])
+        found = np.concatenate(self.found)
         if expected.shape != found.shape:
             return list(range(self.num_blocks))
         return [int(index) for index in np.flatnonzero(found != expected)]

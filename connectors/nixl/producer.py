@@ -1,7 +1,7 @@
 """The producer's side: offers, leases, and answers to consumers.
 
 Lives on the transfer thread; sockets are somebody else's. Checksums are computed on a thread of their own from the
-moment of the offer, while the consumer is still on its way, and are needed only when it has read everything.
+moment of the offer, while the consumer is still on its way; it is told of them when it has opened the transfer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pdserve.connectors.blocks.failures import WarningLimiter
 from pdserve.connectors.blocks.task_threads import TaskThreads
@@ -23,7 +22,8 @@ from pdserve.kv_layout import ModelIdentity
 _PATIENCE_S = 2.0
 """How long a message about a transfer may wait for the step that announces it to this half."""
 _ATTENTION_S = 2.0
-"""After each message the agent is kept going: NIXL's first connection, and reads over a network, need both ends."""
+"""After a message of a consumer that needs it the agent is kept going: NIXL's first connection, and reads over a
+network, need both ends."""
 _READ_INTERVAL_S = 0.0001
 _CONNECT_INTERVAL_S = 0.001
 _MAX_EARLY_MESSAGES = 4096
@@ -32,14 +32,6 @@ _NEVER_OFFERED = "no such transfer was offered"
 TransferMessage = wire.Open | wire.Close | wire.Cancel
 
 Reply = Callable[[bytes, wire.ProducerMessage], None]
-
-
-@dataclass(slots=True)
-class _Closing:
-    """A consumer that has read everything, and waits for the checksums."""
-
-    reader: bytes
-    num_blocks: int
 
 
 class Producer:
@@ -78,7 +70,8 @@ class Producer:
         self._clock = clock
         self._checksum_threads = TaskThreads("kv-checksum", 1)
         self._checksums: dict[str, bytes] = {}
-        self._closing: dict[str, _Closing] = {}
+        self._unanswered: set[str] = set()
+        """Transfers that were opened, and whose checksums are still to come."""
         self._attentive_until = float("-inf")
         self._early: list[tuple[float, bytes, TransferMessage]] = []
 
@@ -102,9 +95,9 @@ class Producer:
 
     def receive(self, reader: bytes, message: wire.ConsumerMessage) -> None:
         """Answer one message of the consumer that ``reader`` names."""
-        self._attentive_until = self._clock() + _ATTENTION_S
         match message:
             case wire.Hello():
+                self._attend()
                 self._greet(reader, message)
             case wire.Extend():
                 for transfer_id in message.transfer_ids:
@@ -118,13 +111,14 @@ class Producer:
     def progress_interval_s(self) -> float | None:
         """How often the agent must be kept going; None = not at all.
 
-        Often while a consumer reads, for over a network it is this side that sends; now and then while one may be
-        connecting, or reading something that it is just being refused, or has been silent for a while.
+        Often while a consumer reads over a network, for then it is this side that sends; now and then while one may be
+        connecting, or reading something that it is just being refused, or has been silent for a while; not for reads
+        between processes of one machine, which would only be disturbed.
         """
-        is_attentive = self._clock() < self._attentive_until
-        if self._leases.is_read and is_attentive:
+        is_attentive, is_needed = self._clock() < self._attentive_until, self._leases.needs_progress
+        if is_needed and is_attentive:
             return _READ_INTERVAL_S
-        return _CONNECT_INTERVAL_S if self._leases.is_read or is_attentive else None
+        return _CONNECT_INTERVAL_S if is_needed or is_attentive else None
 
     @property
     def next_due(self) -> float | None:
@@ -170,11 +164,12 @@ class Producer:
         try:
             match message:
                 case wire.Open():
-                    self._leases.open(message.transfer_id, message.digest, reader)
+                    self._open(reader, message)
                 case wire.Close():
                     lease = self._leases.get_read(message.transfer_id, reader)
-                    self._closing[message.transfer_id] = _Closing(reader, message.num_blocks)
-                    self._settle(lease)
+                    num_bytes = message.num_blocks * self._memory.region.block_bytes
+                    self._report.count_saved(message.num_blocks, num_bytes)
+                    self._end(self._leases.end(lease), ok=True, num_bytes=num_bytes)
                 case wire.Cancel():
                     self._end(self._leases.cancel(message.transfer_id, reader), ok=True)
         except LeaseError as error:
@@ -186,21 +181,28 @@ class Producer:
             else:
                 self._refuse(reader, message.transfer_id, "unknown", _NEVER_OFFERED)
 
-    def _settle(self, lease: Lease) -> None:
-        """Close the lease, if its reader is through and the checksums are known."""
+    def _open(self, reader: bytes, message: wire.Open) -> None:
+        lease = self._leases.open(message.transfer_id, message.digest, reader, is_one_sided=message.is_one_sided)
+        if not message.is_one_sided:
+            self._attend()
+        self._unanswered.add(message.transfer_id)
+        self._answer(lease)
+
+    def _attend(self) -> None:
+        self._attentive_until = self._clock() + _ATTENTION_S
+
+    def _answer(self, lease: Lease) -> None:
+        """Tell the lease's reader that it is its own, if it waits to hear that and the checksums are known."""
         transfer_id = lease.offer.transfer_id
-        checksums, closing = self._checksums.get(transfer_id), self._closing.get(transfer_id)
-        if checksums is None or closing is None:
-            return
-        self._reply(closing.reader, wire.Closed(transfer_id, checksums))
-        num_bytes = closing.num_blocks * self._memory.region.block_bytes
-        self._report.count_saved(closing.num_blocks, num_bytes)
-        self._end(self._leases.end(lease), ok=True, num_bytes=num_bytes)
+        checksums = self._checksums.get(transfer_id)
+        if checksums is not None and lease.reader is not None and transfer_id in self._unanswered:
+            self._unanswered.remove(transfer_id)
+            self._reply(lease.reader, wire.Opened(transfer_id, checksums))
 
     def _end(self, lease: Lease, *, ok: bool, num_bytes: int = 0) -> None:
-        closing = self._closing.pop(lease.offer.transfer_id, None)
-        if closing is not None and not ok:
-            self._refuse(closing.reader, lease.offer.transfer_id, "expired", "the lease has ended")
+        if lease.reader is not None and not ok:
+            self._refuse(lease.reader, lease.offer.transfer_id, "expired", "the lease has ended")
+        self._unanswered.discard(lease.offer.transfer_id)
         self._checksums.pop(lease.offer.transfer_id, None)
         self._report.end_sending(lease.offer.request_id, ok=ok, num_bytes=num_bytes)
 
@@ -218,7 +220,7 @@ class Producer:
     def _take_checksums(self, lease: Lease, checksums: bytes) -> None:
         if self._leases.holds(lease):
             self._checksums[lease.offer.transfer_id] = checksums
-            self._settle(lease)
+            self._answer(lease)
 
 
 def explain_difference(consumer: ModelIdentity, producer: ModelIdentity) -> str:

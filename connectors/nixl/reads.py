@@ -1,15 +1,13 @@
 """The order in which blocks are read: one load after the other, a piece at a time.
 
 In between pieces the loop hears of cancellations and sends signs of life, and a piece is small enough for its bytes
-to be in the processor's cache still when their checksums are computed. Those are computed on a thread of their own,
-while the next piece is read. All else lives on the transfer thread.
+to be in the processor's cache still when their checksums are computed. Lives on the transfer thread.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pdserve.connectors.nixl.agent import RemotePool, TransferAgent
@@ -48,7 +46,6 @@ class ReadQueue:
         self._queue: deque[tuple[ActiveLoad, RemotePool]] = deque()
         self._read: Any = None
         self._piece: list[int] = []
-        self._checksum_thread = ThreadPoolExecutor(1, "kv-verify")
 
     def __bool__(self) -> bool:
         return bool(self._queue)
@@ -102,14 +99,10 @@ class ReadQueue:
         self._take_piece(active)
         return True
 
-    def close(self) -> None:
-        """No block's memory is looked at any more. Idempotent."""
-        self._checksum_thread.shutdown(cancel_futures=True)
-
     def _take_piece(self, active: ActiveLoad) -> None:
         load = active.load
         num_tokens_in_last = load.num_prompt_tokens % self._block_size
         has_prompts_end = load.first_block + active.num_blocks == len(load.reference.block_ids)
         if active.is_read and has_prompts_end and num_tokens_in_last:
             self._memory.clear_behind(load.block_ids[-1], num_tokens_in_last)
-        active.checksums.append(self._checksum_thread.submit(self._memory.get_checksums, self._piece))
+        active.found.append(self._memory.get_checksums(self._piece))

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 1.0
 _POLL_UNIT_S = 0.001
-# Until a read that goes on in the background is looked at again; it also ends the turn of a thread that steps back.
+# Until a read that goes on in the background is looked at again.
 _READ_PAUSE_S = 20e-6
 _CHECKSUM_JOIN_S = 1.0
 
@@ -91,8 +91,7 @@ class TransferThread:
         """Begin.
 
         Args:
-            nice: how far it steps back for others, see `pdserve.connectors.blocks.task_threads.step_back`; the thread
-                for checksums, which it starts, inherits that.
+            nice: how far it steps back for others, see `pdserve.connectors.blocks.task_threads.step_back`.
         """
         self._nice = nice
         self._thread.start()
@@ -155,7 +154,7 @@ class TransferThread:
     def _get_wait_s(self) -> float:
         """Until something is due."""
         if self._consumer.wants_to_run:
-            return _READ_PAUSE_S if self._consumer.is_waiting_for_read or self._nice else 0.0
+            return max(_READ_PAUSE_S if self._consumer.is_waiting_for_read else 0.0, self._consumer.pause_s)
         wait_s = _LONGEST_WAIT_S
         dues = [self._consumer.next_due]
         if self._side is not None:
@@ -167,7 +166,7 @@ class TransferThread:
 
     def _clean_up(self) -> None:
         self._wake_up.close()
-        self._consumer.close("the connector is being closed")
+        self._consumer.drop_all("the connector is being closed")
         if self._side is not None:
             self._side.producer.close(_CHECKSUM_JOIN_S)
             self._side.socket.close()

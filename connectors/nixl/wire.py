@@ -6,15 +6,17 @@
       Hello(identity) ─────────────────────>   once for each connection
       <──── Welcome(agent, memory) or Refused
       Extend(transfers) ───────────────────>   now and then, from the moment a request is queued
-      Open(transfer, digest) ──────────────>   the transfer is this consumer's now
-      <─────────────── Refused, if it cannot be
+      Open(transfer, digest) ──────────────>   the transfer is this consumer's; its lease begins anew
         reads the blocks meanwhile
-      Close(transfer) ─────────────────────>   when it has read them all
-      <──────────── Closed(checksums) or Refused: the lease had ended, so nothing that was read counts
+      <───────── Opened(checksums) or Refused   as soon as the checksums are known
+      Open(transfer, digest) ──────────────>   again and again while it reads
+      <───────── Opened(checksums) or Refused
+      Close(transfer) ─────────────────────>   it has read them all; not answered
       Cancel(transfer) ────────────────────>   instead of Open or Close: the blocks are free
 
-The producer frees the blocks when it gets Close or Cancel, or when the lease ends. A transfer costs one round trip:
-what a consumer reads before it knows whether it may is worth nothing until Closed comes.
+The producer frees the blocks when it gets Close or Cancel, or when the lease ends, and tells a reader that it lost its
+lease. A transfer costs one round trip, beside the read: what a consumer reads before it knows whether it may is worth
+nothing until Opened comes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pdserve.connectors.nixl.descriptors import MemoryRegion
 from pdserve.kv_layout import ModelIdentity
 from pdserve.protocol import decode_frame
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 """Checksums of a prompt of some eight million tokens."""
 
@@ -38,20 +40,27 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """Take a transfer; ``digest`` is the identity of the prompt that the consumer wants. Answered only by Refused."""
+    """Take a transfer, or keep it.
+
+    Attributes:
+        transfer_id: which.
+        digest: identity of the prompt that the consumer wants.
+        is_one_sided: its reads need nothing from the producer's side; they do not over a network, and the first one.
+    """
 
     transfer_id: str
     digest: bytes
+    is_one_sided: bool = False
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
-    """These transfers are still wanted."""
+    """These transfers will be opened."""
 
     transfer_ids: list[str]
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
-    """The blocks have been read; ``num_blocks`` of them."""
+    """The blocks have been read, ``num_blocks`` of them, and are free."""
 
     transfer_id: str
     num_blocks: int
@@ -79,15 +88,20 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     memory: MemoryRegion
 
 
-class Closed(msgspec.Struct, frozen=True, tag="closed"):
-    """The lease held to the end; xxh3_64 of each of the prompt's blocks, little-endian, one after the other."""
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """Answers Open: the lease is the consumer's, for its whole length from when Open was received.
+
+    Attributes:
+        transfer_id: which.
+        checksums: xxh3_64 of each of the prompt's blocks, little-endian, one after the other.
+    """
 
     transfer_id: str
     checksums: bytes
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Hello (then ``transfer_id`` is empty), Open or Close cannot be granted.
+    """Hello (then ``transfer_id`` is empty) or Open cannot be granted, or the lease has ended.
 
     Attributes:
         transfer_id: which.
@@ -101,7 +115,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 ConsumerMessage = Hello | Open | Extend | Close | Cancel
-ProducerMessage = Welcome | Closed | Refused
+ProducerMessage = Welcome | Opened | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _consumer_message_decoder = msgspec.msgpack.Decoder(ConsumerMessage)

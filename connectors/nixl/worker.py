@@ -99,7 +99,10 @@ class NixlWorker:
 
         Held blocks are cleaned of what others left behind the prompt's end while they are still this thread's.
         """
-        if self._memory is None or metadata.is_empty:
+        if self._memory is None or self._consumer is None:
+            return
+        self._consumer.pace.begin_step()
+        if metadata.is_empty:
             return
         for offer in metadata.offers:
             self._report.start_sending(offer.request_id)
@@ -121,6 +124,8 @@ class NixlWorker:
 
     def get_finished(self, finished_request_ids: Sequence[str]) -> ConnectorOutput:
         """What ended since the last call."""
+        if self._consumer is not None:
+            self._consumer.pace.end_step()
         return self._report.take(finished_request_ids)
 
     def close(self) -> None:

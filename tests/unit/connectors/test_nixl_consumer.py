@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,8 @@ from pdserve.connectors.nixl.agent import RemotePool, TransportError
 from pdserve.connectors.nixl.consumer import Consumer
 from pdserve.connectors.nixl.descriptors import MemoryRegion
 from pdserve.connectors.nixl.messages import Endpoint, Load, TransferReference
-from pdserve.connectors.nixl.pool_memory import Checksums, PoolMemory
+from pdserve.connectors.nixl.pool_memory import PoolMemory
+from pdserve.connectors.nixl.read_pace import ReadPace
 from pdserve.connectors.nixl.reads import ReadQueue
 from pdserve.connectors.nixl.report import TransferReport
 from pdserve.connectors.testing import build_context
@@ -65,7 +65,8 @@ class Network:
         if metadata != b"agent":
             raise TransportError("transport", "no metadata")
         self.is_connected = True
-        return RemotePool("peer", None)
+        self.remote = RemotePool("peer", None)
+        return self.remote
 
     def disconnect(self, remote: RemotePool) -> None:
         self.is_connected = False
@@ -172,10 +173,15 @@ class Desk:
         while self.consumer.wants_to_run:
             self.consumer.advance()
 
-    def close(self, name: str = "d") -> None:
-        """The producer's last word: its checksums."""
+    def grant(self, name: str = "d") -> None:
+        """The producer's word that the lease is the consumer's, with its checksums."""
         checksums = self.their_memory.get_checksums(THEIRS).tobytes()
-        self.consumer.receive(PRODUCER, wire.Closed(f"g#0-{name}", checksums))
+        self.consumer.receive(PRODUCER, wire.Opened(f"g#0-{name}", checksums))
+
+    def grant_what_was_asked(self) -> None:
+        for message in self.sent:
+            if isinstance(message, wire.Open):
+                self.grant(message.transfer_id.removeprefix("g#0-"))
 
     def refuse(self, kind: str, name: str = "d") -> None:
         self.consumer.receive(PRODUCER, wire.Refused(f"g#0-{name}", kind, "because"))
@@ -191,10 +197,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    desk.consumer.close("the test has ended")
+def desk() -> Desk:
+    return Desk()
 
 
 def test_a_whole_load(desk: Desk) -> None:
@@ -204,9 +208,10 @@ def test_a_whole_load(desk: Desk) -> None:
     desk.welcome()
     assert desk.sent == [wire.Open("g#0-d", b"prompt")]
     desk.read_all()
-    assert desk.sent == [wire.Close("g#0-d", 7)]
+    assert desk.sent == []
     assert desk.take() == ConnectorOutput()
-    desk.close()
+    desk.grant()
+    assert desk.sent == [wire.Close("g#0-d", 7)]
     output = desk.take()
     assert (output.finished_receiving, output.failed_receiving) == ({"d"}, {})
     assert output.received_bytes == {"d": 7 * TINY_SPEC.block_bytes}
@@ -219,17 +224,17 @@ def test_the_second_load_needs_no_greeting(desk: Desk) -> None:
     desk.start()
     desk.start(desk.build_load("e"))
     desk.read_all()
+    desk.grant("e")
+    desk.grant("d")
     names = [type(message).__name__ for message in desk.sent]
     assert names == ["Hello", "Open", "Open", "Close", "Close"]
-    desk.close("e")
-    desk.close("d")
     assert desk.take().finished_receiving == {"d", "e"}
 
 
 def test_only_what_is_missing_is_read(desk: Desk) -> None:
     desk.start(desk.build_load(first=2))
     desk.read_all()
-    desk.close()
+    desk.grant()
     assert desk.take().finished_receiving == {"d"}
     assert desk.are_untouched(OURS[:2])
     assert torch.equal(desk.mine[OURS[2:]], desk.theirs[THEIRS[2:]])
@@ -238,8 +243,8 @@ def test_only_what_is_missing_is_read(desk: Desk) -> None:
 def test_a_load_of_less_than_the_rest(desk: Desk) -> None:
     desk.start(desk.build_load(first=1, num_tokens=2 * S - 1))
     desk.read_all()
+    desk.grant()
     assert desk.sent[-1] == wire.Close("g#0-d", 2)
-    desk.close()
     assert desk.take().finished_receiving == {"d"}
     assert desk.are_untouched([OURS[0], *OURS[3:]])
 
@@ -250,7 +255,7 @@ def test_what_lies_behind_the_prompts_end_is_zeroed_before_it_counts(desk: Desk)
     desk.theirs[THEIRS[-1], :, :, :, 1:] = float("nan")
     desk.start()
     desk.read_all()
-    desk.consumer.receive(PRODUCER, wire.Closed("g#0-d", checksums))
+    desk.consumer.receive(PRODUCER, wire.Opened("g#0-d", checksums))
     assert desk.take().finished_receiving == {"d"}
     assert (desk.mine[OURS[-1], :, :, :, 1:] == 0).all()
 
@@ -260,7 +265,7 @@ def test_a_wrong_byte_ends_the_good_run(desk: Desk, bad: int) -> None:
     desk.network.damaged_block = OURS[bad]
     desk.start()
     desk.read_all()
-    desk.close()
+    desk.grant()
     output = desk.take()
     assert (output.failed_receiving, output.stats.failures) == ({"d": bad * S}, {"corrupt": 1})
     assert desk.are_wiped([OURS[bad]])
@@ -273,7 +278,7 @@ def test_the_checksum_is_of_the_bytes_that_arrived(desk: Desk) -> None:
     desk.theirs[THEIRS[2], 0, 0, 0, 0, 0] += 1
     desk.start()
     desk.read_all()
-    desk.consumer.receive(PRODUCER, wire.Closed("g#0-d", checksums))
+    desk.consumer.receive(PRODUCER, wire.Opened("g#0-d", checksums))
     assert desk.take().failed_receiving == {"d": 2 * S}
     assert desk.are_wiped([OURS[2]])
 
@@ -282,7 +287,7 @@ def test_the_checksum_is_of_the_bytes_that_arrived(desk: Desk) -> None:
 def test_checksums_of_a_wrong_number_verify_nothing(desk: Desk, checksums: bytes) -> None:
     desk.start()
     desk.read_all()
-    desk.consumer.receive(PRODUCER, wire.Closed("g#0-d", checksums))
+    desk.consumer.receive(PRODUCER, wire.Opened("g#0-d", checksums))
     assert desk.take().failed_receiving == {"d": 0}
     assert desk.are_wiped(OURS)
 
@@ -306,10 +311,10 @@ def test_a_refusal_at_any_moment_ends_the_load_and_wipes_what_came(desk: Desk, n
     assert desk.are_wiped(OURS[:num_pieces])
     assert desk.are_untouched(OURS[num_pieces:])
     assert not any(isinstance(message, wire.Cancel) for message in desk.sent)
-    desk.close()
+    desk.grant()
     desk.refuse("expired")
     desk.consumer.advance()
-    assert desk.take() == ConnectorOutput(stats=ConnectorStats(failures={"late": 1}))
+    assert desk.take() == ConnectorOutput()
 
 
 def test_a_refusal_when_everything_is_read(desk: Desk) -> None:
@@ -348,47 +353,104 @@ def test_cancelled_when_everything_is_read_ends_as_it_would_have(desk: Desk) -> 
     desk.start()
     desk.read_all()
     desk.consumer.cancel("d")
-    desk.close()
+    desk.grant()
     assert desk.take().finished_receiving == {"d"}
 
 
-def test_unknown_late_and_duplicate_messages_are_counted_and_change_nothing(desk: Desk) -> None:
+def test_unknown_late_and_duplicate_messages_change_nothing(desk: Desk) -> None:
     desk.start()
-    desk.close()  # before anything was read
-    desk.close("unknown")
+    desk.grant()
+    desk.grant()
+    desk.grant("unknown")
     desk.refuse("expired", "unknown")
-    desk.consumer.receive(Endpoint("tcp://127.0.0.1:9", "x"), wire.Closed("t", b""))
+    desk.consumer.receive(Endpoint("tcp://127.0.0.1:9", "x"), wire.Opened("t", b""))
     desk.consumer.lose(Endpoint("tcp://127.0.0.1:9", "x"), "whatever")
     desk.consumer.cancel("unknown")
-    assert desk.take() == ConnectorOutput(stats=ConnectorStats(failures={"protocol": 1, "late": 1}))
+    assert desk.take() == ConnectorOutput(stats=ConnectorStats(failures={"protocol": 1}))
     desk.read_all()
-    desk.close()
-    desk.close()
+    desk.grant()
     output = desk.take()
-    assert (output.finished_receiving, output.stats.failures) == ({"d"}, {"late": 1})
+    assert (output.finished_receiving, output.stats.failures) == ({"d"}, {})
     assert desk.take() == ConnectorOutput()
 
 
-def test_nothing_counts_before_the_last_checksum_is_there(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading goes on while checksums are computed; the producer's last word waits for them."""
-    gate, get_checksums = threading.Event(), desk.memory.get_checksums
-
-    def get_checksums_later(block_ids: Sequence[int]) -> Checksums:
-        assert gate.wait(30.0)
-        return get_checksums(block_ids)
-
-    monkeypatch.setattr(desk.memory, "get_checksums", get_checksums_later)
-    desk.network.damaged_block = OURS[6]
+def test_an_answer_that_came_before_the_last_byte_counts_when_it_has_come(desk: Desk) -> None:
+    desk.network.is_slow = True
     desk.start()
+    desk.consumer.advance()
+    desk.grant()
+    for _ in range(6):
+        desk.network.arrive()
+        assert desk.take() == ConnectorOutput()
+        desk.consumer.advance()
+        desk.consumer.advance()
+    desk.network.arrive()
+    desk.consumer.advance()
+    assert desk.take().finished_receiving == {"d"}
+    assert [type(message).__name__ for message in desk.sent] == ["Hello", "Open", "Close"]
+
+
+@pytest.mark.parametrize(("seconds", "lasted"), [(LEASE_S - 0.1, True), (LEASE_S, False), (5 * LEASE_S, False)])
+def test_a_lease_that_may_have_ended_before_the_last_byte_came_proves_nothing(
+    desk: Desk, seconds: float, lasted: bool
+) -> None:
+    """The transfer thread stood still meanwhile; then the producer is asked once more, and has the last word."""
+    desk.network.is_slow = True
+    desk.start(desk.build_load(first=6))
+    desk.consumer.advance()
+    desk.grant()
+    desk.network.arrive()
+    assert [type(message).__name__ for message in desk.sent] == ["Hello", "Open"]
+    desk.now += seconds
+    desk.consumer.advance()
+    assert [type(message).__name__ for message in desk.sent] == (["Close"] if lasted else ["Open"])
+    if not lasted:
+        desk.consumer.advance()
+        assert (desk.take(), desk.sent) == (ConnectorOutput(), [])
+        desk.now += TIMEOUT_S - 1  # an answer that takes longer than a lease is proof all the same
+        desk.grant()
+    assert desk.take().finished_receiving == {"d"}
+
+
+def test_a_lease_that_ended_before_the_last_byte_came_costs_the_load(desk: Desk) -> None:
+    desk.start()
+    desk.grant()
+    desk.now += LEASE_S
     desk.read_all()
-    assert desk.sent[-1] == wire.Close("g#0-d", 7)
-    closing = threading.Thread(target=desk.close)
-    closing.start()
-    assert desk.take() == ConnectorOutput()
-    gate.set()
-    closing.join(30.0)
+    assert desk.sent[-1] == wire.Open("g#0-d", b"prompt")
+    desk.refuse("expired")
     output = desk.take()
-    assert (output.failed_receiving, output.stats.failures) == ({"d": 6 * S}, {"corrupt": 1})
+    assert (output.failed_receiving, output.stats.failures) == ({"d": 0}, {"expired": 1})
+    assert desk.are_wiped(OURS)
+
+
+def test_between_pieces_beside_a_forward_pass_there_is_a_pause(desk: Desk) -> None:
+    busy_s = iter(range(1000))
+    desk.consumer.pace = ReadPace(lambda: next(busy_s) / 1000)
+    desk.start(desk.build_load(first=4))
+    desk.consumer.pace.begin_step()
+    desk.consumer.advance()
+    pause_s = desk.consumer.pause_s
+    assert pause_s > 0
+    desk.consumer.advance()
+    assert desk.are_untouched(OURS[5:])
+    desk.now += pause_s
+    assert desk.consumer.pause_s == 0
+    desk.consumer.advance()
+    assert desk.are_untouched(OURS[6:])
+    desk.now += desk.consumer.pause_s
+    desk.consumer.pace.end_step()
+    desk.consumer.advance()
+    desk.grant()
+    assert desk.take().finished_receiving == {"d"}
+
+
+def test_the_producer_hears_whether_reads_need_it(desk: Desk) -> None:
+    desk.start()
+    desk.network.remote.is_one_sided = True
+    desk.start(desk.build_load("e"))
+    opens = [message for message in desk.sent if isinstance(message, wire.Open)]
+    assert [message.is_one_sided for message in opens] == [False, True]
 
 
 def test_a_load_that_is_under_way_is_not_begun_again(desk: Desk) -> None:
@@ -400,7 +462,7 @@ def test_a_load_that_is_under_way_is_not_begun_again(desk: Desk) -> None:
     desk.consumer.start(twice)
     assert desk.take().failed_receiving == {"e": 0}
     desk.read_all()
-    desk.close()
+    desk.grant()
     assert desk.take().finished_receiving == {"d"}
 
 
@@ -428,7 +490,7 @@ def test_a_producer_that_refuses_the_greeting(desk: Desk) -> None:
     assert desk.take().stats.failures == {"foreign": 1}
     desk.start(desk.build_load("e"))
     desk.read_all()
-    desk.close("e")
+    desk.grant("e")
     assert desk.take().finished_receiving == {"e"}
 
 
@@ -447,14 +509,14 @@ def test_an_address_that_is_not_allowed(desk: Desk) -> None:
     assert desk.channels == {}
 
 
-@pytest.mark.parametrize("phase", ["connecting", "reading", "closing"])
+@pytest.mark.parametrize("phase", ["connecting", "reading", "confirming"])
 def test_a_producer_that_does_not_answer(desk: Desk, phase: str) -> None:
     desk.network.is_slow = phase == "reading"
     desk.consumer.start(desk.build_load())
     if phase != "connecting":
         desk.welcome()
         desk.consumer.advance()
-        if phase == "closing":
+        if phase == "confirming":
             desk.read_all()
     due = desk.consumer.next_due
     assert due is not None
@@ -468,7 +530,7 @@ def test_a_producer_that_does_not_answer(desk: Desk, phase: str) -> None:
     assert (output.failed_receiving, output.stats.failures) == ({"d": 0}, {"timeout": 1})
     assert desk.network.pending == []
     assert desk.consumer.next_due is None
-    assert desk.network.is_connected == (phase == "closing")
+    assert desk.network.is_connected == (phase == "confirming")
 
 
 def test_loads_that_wait_for_their_turn_are_not_late(desk: Desk) -> None:
@@ -477,31 +539,35 @@ def test_loads_that_wait_for_their_turn_are_not_late(desk: Desk) -> None:
     desk.start(desk.build_load("e"))
     desk.consumer.advance()
     for _ in range(7):
+        desk.grant_what_was_asked()
         desk.now += TIMEOUT_S - 1
         desk.network.arrive()
         desk.consumer.advance()
-    desk.close("d")
     assert desk.take().finished_receiving == {"d"}
     desk.network.is_slow = False
     desk.network.arrive()
     desk.read_all()
-    desk.close("e")
+    desk.grant_what_was_asked()
     assert desk.take().finished_receiving == {"e"}
 
 
-def test_signs_of_life_go_out_for_everything_that_was_opened(desk: Desk) -> None:
+def test_the_producer_is_asked_again_for_everything_that_was_opened_once_it_has_answered(desk: Desk) -> None:
     desk.network.is_slow = True
     desk.start()
     desk.start(desk.build_load("e"))
     desk.consumer.advance()
-    assert not any(isinstance(message, wire.Extend) for message in desk.sent)
+    desk.grant("d")
+    assert [type(message).__name__ for message in desk.sent] == ["Hello", "Open", "Open"]
     assert desk.consumer.next_due == LEASE_S / 4
-    for _ in range(4):
+    asked = []
+    for answered in (None, "e", "d", None):
         desk.now += 2.6
         desk.network.arrive()
         desk.consumer.advance()
-    extends = [message for message in desk.sent if isinstance(message, wire.Extend)]
-    assert extends == [wire.Extend(["g#0-d", "g#0-e"])] * 2
+        asked.append([message.transfer_id for message in desk.sent])
+        if answered is not None:
+            desk.grant(answered)
+    assert asked == [[], ["g#0-d"], ["g#0-e"], ["g#0-d"]]
 
 
 def test_a_connection_that_breaks_costs_its_own_loads_only(desk: Desk) -> None:
@@ -513,7 +579,7 @@ def test_a_connection_that_breaks_costs_its_own_loads_only(desk: Desk) -> None:
     assert (output.failed_receiving, output.stats.failures) == ({"e": 0}, {"disconnected": 1})
     assert desk.channels[other].is_closed
     desk.read_all()
-    desk.close()
+    desk.grant()
     assert desk.take().finished_receiving == {"d"}
 
 
@@ -576,7 +642,7 @@ def test_a_queued_transfer_gets_signs_of_life_until_it_is_loaded(desk: Desk) -> 
         desk.now += LEASE_S / 4
     desk.start(load)
     desk.read_all()
-    desk.close()
+    desk.grant()
     assert desk.take().finished_receiving == {"d"}
     assert desk.consumer.next_due is None
 

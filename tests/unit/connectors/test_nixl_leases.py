@@ -91,12 +91,11 @@ def test_only_the_reader_may_close_and_another_prompt_opens_nothing(table: Lease
     with pytest.raises(LeaseError) as caught:
         table.open(offer.transfer_id, b"another prompt", b"a")
     assert caught.value.kind == "foreign"
-    assert not table.is_read
-    table.open(offer.transfer_id, b"prompt", b"a")
-    assert table.is_read
+    assert lease.reader is None
+    assert table.open(offer.transfer_id, b"prompt", b"a") is lease
+    assert lease.reader == b"a"
     for attempt in (
         lambda: table.open(offer.transfer_id, b"prompt", b"b"),
-        lambda: table.open(offer.transfer_id, b"prompt", b"a"),
         lambda: table.get_read(offer.transfer_id, b"b"),
         lambda: table.cancel(offer.transfer_id, b"b"),
     ):
@@ -106,6 +105,16 @@ def test_only_the_reader_may_close_and_another_prompt_opens_nothing(table: Lease
     assert table.get_read(offer.transfer_id, b"a") is lease
     assert table.cancel(offer.transfer_id, b"a") is lease
     assert len(table) == 0
+
+
+def test_a_one_sided_reader_needs_no_progress(table: LeaseTable) -> None:
+    offer = make_offer(0)
+    table.add(offer)
+    assert not table.needs_progress
+    table.open(offer.transfer_id, b"prompt", b"a")
+    assert table.needs_progress
+    table.open(offer.transfer_id, b"prompt", b"a", is_one_sided=True)
+    assert not table.needs_progress
 
 
 def test_signs_of_life_move_the_end(table: LeaseTable, clock: Clock) -> None:
@@ -189,10 +198,10 @@ class LeaseMachine(RuleBasedStateMachine):
         except LeasePendingError:
             assert serial >= self.next_serial
         except LeaseError:
-            assert not self._is_live(serial) or self.model[serial][1] is not None
+            assert not self._is_live(serial) or self.model[serial][1] not in (None, reader)
         else:
             assert self._is_live(serial)
-            assert self.model[serial][1] is None
+            assert self.model[serial][1] in (None, reader)
             self.model[serial] = (self.clock.now + LEASE_S, reader)
 
     @rule(serial=st.integers(0, 6), reader=st.sampled_from([b"a", b"b"]))
@@ -232,7 +241,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @invariant()
     def as_many_as_the_model_has(self) -> None:
         assert len(self.table) == len(self.model)
-        assert self.table.is_read == any(reader is not None for _, reader in self.model.values())
+        assert self.table.needs_progress == any(reader is not None for _, reader in self.model.values())
 
 
 LeaseMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

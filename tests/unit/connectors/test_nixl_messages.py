@@ -131,7 +131,7 @@ def test_wire_messages_come_back_as_they_went() -> None:
     region = MemoryRegion(1 << 40, 4, 256)
     for message in (
         wire.Hello(identity),
-        wire.Open("t", b"d"),
+        wire.Open("t", b"d", is_one_sided=True),
         wire.Extend(["t"]),
         wire.Close("t", 3),
         wire.Cancel("t"),
@@ -139,7 +139,7 @@ def test_wire_messages_come_back_as_they_went() -> None:
         assert wire.decode_consumer_message(wire.encode(message)) == message
     for answer in (
         wire.Welcome("g", identity, b"agent", region),
-        wire.Closed("t", b"sums"),
+        wire.Opened("t", b"sums"),
         wire.Refused("", "k", "r"),
     ):
         assert wire.decode_producer_message(wire.encode(answer)) == answer

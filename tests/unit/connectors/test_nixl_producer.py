@@ -92,11 +92,12 @@ def test_a_whole_transfer(desk: Desk) -> None:
     offer = desk.offer()
     assert desk.take_sent(offer) == {}
     desk.take_checksums()
-    assert desk.say(wire.Open(offer.transfer_id, b"prompt")) == []
-    (closed,) = desk.say(wire.Close(offer.transfer_id, 2))
+    (opened,) = desk.say(wire.Open(offer.transfer_id, b"prompt"))
     rows = desk.kv_cache.view(torch.int16).reshape(8, -1).numpy()
     expected = [xxhash.xxh3_64_intdigest(rows[block_id].tobytes()) for block_id in (4, 2, 6)]
-    assert closed == wire.Closed(offer.transfer_id, np.array(expected, dtype="<u8").tobytes())
+    assert opened == wire.Opened(offer.transfer_id, np.array(expected, dtype="<u8").tobytes())
+    assert desk.take_sent() == {}
+    assert desk.say(wire.Close(offer.transfer_id, 2)) == []
     output = desk.report.take([])
     assert (output.finished_sending, output.failed_sending) == ({"r0"}, set())
     assert output.sent_bytes == {"r0": 2 * TINY_SPEC.block_bytes}
@@ -107,22 +108,34 @@ def test_a_whole_transfer(desk: Desk) -> None:
 
 def test_a_consumer_that_is_faster_than_the_checksums_waits_for_them(desk: Desk) -> None:
     offer = desk.offer()
-    desk.say(wire.Open(offer.transfer_id, b"prompt"))
-    assert desk.say(wire.Close(offer.transfer_id, 3)) == []
-    assert desk.take_sent(offer) == {}
+    assert desk.say(wire.Open(offer.transfer_id, b"prompt")) == []
     desk.take_checksums()
-    assert isinstance(desk.replies[-1][1], wire.Closed)
+    ((reader, opened),) = desk.replies
+    assert (reader, type(opened)) == (b"a", wire.Opened)
+    assert desk.take_sent(offer) == {}
+    desk.say(wire.Close(offer.transfer_id, 3))
     assert desk.take_sent() == {"r0": True}
 
 
 def test_a_consumer_that_is_faster_than_the_engines_step_waits_for_it(desk: Desk) -> None:
     offer = desk.build_offer()
     assert desk.say(wire.Open(offer.transfer_id, b"prompt")) == []
-    assert desk.say(wire.Close(offer.transfer_id, 3)) == []
     desk.offer(offer)
     desk.take_checksums()
-    assert desk.replies[-1] == (b"a", desk.replies[-1][1])
-    assert isinstance(desk.replies[-1][1], wire.Closed)
+    ((reader, opened),) = desk.replies
+    assert (reader, type(opened)) == (b"a", wire.Opened)
+
+
+def test_each_question_of_a_reader_is_answered_once_and_moves_its_leases_end(desk: Desk) -> None:
+    offer = desk.offer()
+    desk.say(wire.Open(offer.transfer_id, b"prompt"))
+    desk.take_checksums()
+    for _ in range(3):
+        desk.now += LEASE_S - 1
+        assert [type(reply) for reply in desk.say(wire.Open(offer.transfer_id, b"prompt"))] == [wire.Opened]
+        desk.producer.advance()
+    assert len(desk.replies) == 4
+    assert desk.take_sent(offer) == {}
 
 
 def test_a_cancel_that_is_faster_than_the_engines_step_counts(desk: Desk) -> None:
@@ -183,15 +196,18 @@ def test_a_transfer_that_a_consumer_waits_for_is_held_beyond_its_lease(desk: Des
     assert desk.take_sent() == {"r0": False}
 
 
-def test_a_reader_whose_lease_ends_while_it_waits_for_checksums_is_told(desk: Desk) -> None:
+@pytest.mark.parametrize("has_answer", [False, True])
+def test_a_reader_whose_lease_ends_is_told(desk: Desk, has_answer: bool) -> None:
     offer = desk.offer()
     desk.say(wire.Open(offer.transfer_id, b"prompt"))
-    desk.say(wire.Close(offer.transfer_id, 3))
+    if has_answer:
+        desk.take_checksums()
     desk.now = LEASE_S
     desk.producer.advance()
     assert isinstance(desk.replies[-1][1], wire.Refused)
-    desk.take_checksums()
-    assert len(desk.replies) == 1
+    if not has_answer:
+        desk.take_checksums()
+    assert len(desk.replies) == 1 + has_answer
     assert desk.take_sent(offer) == {"r0": False}
 
 
@@ -245,6 +261,7 @@ def test_the_agent_is_kept_going_while_somebody_may_need_it(desk: Desk) -> None:
         (3.0, None),
         (0.0, wire.Open(offer.transfer_id, b"prompt")),
         (3.0, None),
+        (0.0, wire.Open(offer.transfer_id, b"prompt", is_one_sided=True)),
         (LEASE_S, None),
     ):
         desk.now += seconds
@@ -252,7 +269,7 @@ def test_the_agent_is_kept_going_while_somebody_may_need_it(desk: Desk) -> None:
             desk.say(message)
         desk.producer.advance()
         intervals.append(desk.producer.progress_interval_s)
-    assert intervals == [None, 0.001, None, 0.0001, 0.001, None]
+    assert intervals == [None, 0.001, None, 0.0001, 0.001, None, None]
 
 
 def test_reports_come_once_and_only_when_due(desk: Desk) -> None:
