@@ -4,7 +4,7 @@
 // An item is some tokens of one request and some KV heads. For each tile of 128 keys, from position 0, and each head
 //
 //   keys    -> panels of 32 keys, zeros where a key does not exist
-//   values  -> panels of 32 dims in float32; for few rows they are read where they lie, in the same order
+//   values  -> panels of 32 dims in float32; few rows read both where they lie, in the same order (few_rows.h)
 //   rows    query heads that share the KV head, token-major: row = token * G + head of the group
 //   scores  = rows @ keys;  M = max(M, scores);  p = 2^(scores - M), float32
 //   sum     = sum * 2^(M_old - M) + sum(p);  acc = acc * 2^(M_old - M) + p @ values
@@ -14,6 +14,7 @@
 #pragma once
 
 #include "elementwise.h"
+#include "few_rows.h"
 #include "kv_tiles.h"
 
 namespace {
@@ -37,70 +38,6 @@ template <>
 struct KvMath<float> {
   using Scores = FloatMath;
 };
-
-// The columns from `dim` on: one row of values at a time, in `vectors` vectors of which the last may have `left`
-// elements.
-template <class Kv, int rows, int vectors>
-PDS_INLINE void add_columns(const float* probabilities, const KeyRun<Kv>* runs, int64_t num_runs, int64_t head_dim,
-                            int64_t dim, int64_t left, float* acc, int64_t acc_width) {
-  acc += dim;
-  Vec sums[rows][vectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) sums[r][v] = load(acc + r * acc_width + v * kWidth);
-  }
-  for (const KeyRun<Kv>* run = runs; run < runs + num_runs; ++run) {
-    const float* p = probabilities + run->key;
-    const Kv *value = run->from + dim, *ahead = run->ahead + dim;
-    for (int64_t k = 0; k < run->count; ++k, ++p, value += head_dim, ahead += head_dim) {
-      Vec weight[vectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; ++v) {
-        if (v * kWidth * sizeof(Kv) % 64 == 0) __builtin_prefetch(ahead + v * kWidth, 0, 2);
-        weight[v] = load_some(value + v * kWidth, vectors > 1 ? kWidth : left);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < rows; ++r) {
-        const Vec share = splat(p[r * kTileKeys]);
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; ++v) sums[r][v] = fma(share, weight[v], sums[r][v]);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) store(acc + r * acc_width + v * kWidth, sums[r][v]);
-  }
-}
-
-// acc [rows, head_dim] += probabilities [rows, keys] @ values [keys, head_dim], key by key as FloatMath does.
-template <class Kv, int rows>
-void add_values(const float* probabilities, const KeyRun<Kv>* runs, int64_t num_runs, int64_t head_dim, float* acc,
-                int64_t acc_width) {
-  constexpr int vectors = PDS_LEVEL >= 2 && rows <= 5 ? 4 : 2;
-  int64_t dim = 0;
-  for (; dim + vectors * kWidth <= head_dim; dim += vectors * kWidth) {
-    add_columns<Kv, rows, vectors>(probabilities, runs, num_runs, head_dim, dim, kWidth, acc, acc_width);
-  }
-  for (; dim < head_dim; dim += kWidth) {
-    add_columns<Kv, rows, 1>(probabilities, runs, num_runs, head_dim, dim, head_dim - dim, acc, acc_width);
-  }
-}
-
-constexpr int64_t kFewRows = 8;
-
-template <class Kv>
-using AddValues = void (*)(const float*, const KeyRun<Kv>*, int64_t, int64_t, float*, int64_t);
-
-template <class Kv>
-AddValues<Kv> few_rows_function(int64_t rows) {
-  static constexpr AddValues<Kv> functions[kFewRows] = {add_values<Kv, 1>, add_values<Kv, 2>, add_values<Kv, 3>,
-                                                        add_values<Kv, 4>, add_values<Kv, 5>, add_values<Kv, 6>,
-                                                        add_values<Kv, 7>, add_values<Kv, 8>};
-  return functions[rows - 1];
-}
 
 // --- one row ---
 
@@ -155,17 +92,21 @@ class ItemWork {
         rows_((item_.last_token - item_.first_token) * group_),
         acc_width_(round_up(head_dim_, kPanel)),
         num_keys_(call.num_keys(index)),
-        first_position_(num_keys_ - (item_.last_token - item_.first_token)) {}
+        first_position_(num_keys_ - (item_.last_token - item_.first_token)),
+        score_in_place_(score_function<Scores, Kv>(rows_, head_dim_, call.kv->block_shift)) {}
 
   // False when there is no memory.
   bool run() {
     if (!reserve()) return false;
     load_queries();
+    KeysAhead<Kv> ahead(call_, index_);
     for (int64_t first_key = 0; first_key < num_keys_; first_key += kTileKeys) {
       const KeyTile<Kv> tile{&call_, index_, first_key, least(kTileKeys, num_keys_ - first_key)};
       for (int64_t head = item_.first_head; head < item_.last_head; ++head) {
-        tile.pack_keys(head, key_panels_);
-        if (rows_ > kFewRows) tile.pack_values(head, value_panels_);
+        tile.list_runs(head, 0, ahead, key_runs_);
+        tile.list_runs(head, 1, ahead, value_runs_);
+        if (score_in_place_ == nullptr) tile.pack_keys(key_runs_, key_panels_);
+        if (rows_ > kFewRows) tile.pack_values(value_runs_, value_panels_);
         attend_tile(head, tile);
       }
     }
@@ -220,47 +161,56 @@ class ItemWork {
       const int64_t seen = least(tile.num_keys, position_of(row + count - 1) + 1 - tile.first_key);
       if (seen <= 0) continue;
       const int64_t index = (head - item_.first_head) * rows_ + row;
-      score_rows(index, row, count, seen, head, tile);
+      score_rows(index, row, count, seen, tile);
+      float* acc = acc_ + index * acc_width_;
       if (rows_ > kFewRows) {
-        add_packed_values(index, count, seen);
+        add_packed_values(acc, count, seen);
       } else {
-        add_values_in_place(index, count, head, {&call_, index_, tile.first_key, seen});
+        add_function<Kv>(count)(scores_, value_runs_, seen, head_dim_, acc, acc_width_);
       }
     }
   }
 
-  // Probabilities of the `seen` first keys of the tile at `first_key`, for `count` rows.
-  void score_rows(int64_t index, int64_t row, int64_t count, int64_t seen, int64_t head, const KeyTile<Kv>& tile) {
-    const TileFunction<Scores> multiply = tile_function<Scores>(count);
+  // Probabilities of the `seen` first keys of a tile, for `count` rows.
+  void score_rows(int64_t index, int64_t row, int64_t count, int64_t seen, const KeyTile<Kv>& tile) {
     const Row* queries = queries_ + index * head_dim_;
-    float* acc = acc_ + index * acc_width_;
-    for (int64_t key = 0; key < seen; key += kPanel) {
-      multiply(queries, head_dim_, key_panels_ + key * head_dim_, head_dim_ / 2, scores_ + key, kTileKeys, false,
-               tile.scores_ahead(head, key));
+    if (score_in_place_ == nullptr) {
+      score_packed_keys(queries, count, seen);
+    } else {
+      score_keys_in_place(queries, seen);
     }
     const int64_t width = round_up(seen, kPanel);
     const float scale = call_.heads->scale * 1.44269504088896341f;
     for (int64_t r = 0; r < count; ++r) {
       update_row(scores_ + r * kTileKeys, least(seen, position_of(row + r) + 1 - tile.first_key), width, scale,
-                 states_[index + r], acc + r * acc_width_, acc_width_);
+                 states_[index + r], acc_ + (index + r) * acc_width_, acc_width_);
     }
   }
 
-  void add_packed_values(int64_t index, int64_t count, int64_t seen) {
+  void score_packed_keys(const Row* queries, int64_t count, int64_t seen) {
+    const TileFunction<Scores> multiply = tile_function<Scores>(count);
+    for (int64_t key = 0; key < seen; key += kPanel) {
+      multiply(queries, head_dim_, key_panels_ + key * head_dim_, head_dim_ / 2, scores_ + key, kTileKeys, false,
+               nothing_ahead());
+    }
+  }
+
+  void score_keys_in_place(const Row* queries, int64_t seen) {
+    for (int64_t key = 0; key < seen; key += kPanel) {
+      const KeyRun<Kv>& low = key_runs_[key / kRunKeys];
+      score_in_place_(queries, head_dim_, low, key + kRunKeys < seen ? (&low)[1] : low, scores_ + key);
+    }
+  }
+
+  void add_packed_values(float* acc, int64_t count, int64_t seen) {
     const TileFunction<FloatMath> multiply = tile_function<FloatMath>(count);
-    float* acc = acc_ + index * acc_width_;
-    const Ahead nothing{reinterpret_cast<const char*>(acc), 0};
     for (int64_t dim = 0; dim < acc_width_; dim += kPanel) {
-      multiply(scores_, kTileKeys, value_panels_ + dim * kTileKeys, (seen + 1) / 2, acc + dim, acc_width_, true, nothing);
+      multiply(scores_, kTileKeys, value_panels_ + dim * kTileKeys, (seen + 1) / 2, acc + dim, acc_width_, true,
+               nothing_ahead());
     }
   }
 
-  void add_values_in_place(int64_t index, int64_t count, int64_t head, const KeyTile<Kv>& seen) {
-    KeyRun<Kv> runs[kTileKeys];
-    int64_t num_runs = 0;
-    seen.for_each_run(head, 1, [&](const KeyRun<Kv>& run) { runs[num_runs++] = run; });
-    few_rows_function<Kv>(count)(scores_, runs, num_runs, head_dim_, acc_ + index * acc_width_, acc_width_);
-  }
+  Ahead nothing_ahead() const { return {reinterpret_cast<const char*>(scores_), 0}; }
 
   void store_results() {
     for (int64_t head = item_.first_head; head < item_.last_head; ++head) {
@@ -279,6 +229,8 @@ class ItemWork {
   const AttentionCall& call_;
   const Item& item_;
   int64_t index_, head_dim_, group_, rows_, acc_width_, num_keys_, first_position_;
+  ScoreInPlace<Scores, Kv> score_in_place_;  // or null
+  KeyRun<Kv> key_runs_[kTileKeys], value_runs_[kTileKeys];  // of the tile under way
   Row* queries_;
   Kv* key_panels_;
   float *value_panels_, *acc_, *scores_;

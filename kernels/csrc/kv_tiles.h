@@ -1,4 +1,4 @@
-// KV memory as attention reads it: which keys an item sees, where they lie, and their transposition into panels.
+// KV memory as attention reads it: which keys an item sees, where they lie, what it reads next, and panels of keys and values.
 #pragma once
 
 #include "api.h"
@@ -11,6 +11,7 @@ using pds::KvLayer;
 using pds::Step;
 
 constexpr int64_t kTileKeys = 128;
+constexpr int64_t kRunKeys = 16;  // keys of one block that are read one after another
 
 // `multiple` is a power of two.
 PDS_INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) & -multiple; }
@@ -54,16 +55,11 @@ struct AttentionCall {
 };
 
 #if PDS_LEVEL >= 2
-// to[c * kPanel + r] = from[r * stride + c], 16 x 16 words; asks for as many at `ahead`. The stride is `fixed` unless 0.
-template <int fixed>
-__attribute__((noinline)) void transpose_16(const uint32_t* from, int64_t any, const uint32_t* ahead, uint32_t* to) {
-  const int64_t stride = fixed != 0 ? fixed : any;
+// to[c * kPanel + r] = from[r * stride + c], 16 x 16 words.
+__attribute__((noinline)) void transpose_16(const uint32_t* from, int64_t stride, uint32_t* to) {
   __m512i a[16], b[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i, from += stride, ahead += stride) {
-    a[i] = _mm512_loadu_si512(from);
-    __builtin_prefetch(ahead, 0, 2);
-  }
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(from + i * stride);
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
     b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
@@ -95,22 +91,13 @@ __attribute__((noinline)) void transpose_16(const uint32_t* from, int64_t any, c
 #endif
 
 // Puts `count` keys of `words` 32-bit words each, one after another, at `to` in a panel.
-PDS_INLINE void transpose_keys(const uint32_t* keys, int64_t words, int64_t count, const uint32_t* ahead, uint32_t* to) {
-  int64_t done = 0;
+PDS_INLINE void transpose_keys(const uint32_t* keys, int64_t words, int64_t count, uint32_t* to) {
+  int64_t whole = 0;
 #if PDS_LEVEL >= 2
-  // Heads of 64 and 128 elements of two bytes.
-  const auto transpose = words == 32 ? transpose_16<32> : words == 64 ? transpose_16<64> : transpose_16<0>;
-  for (; count - done >= 16; done += 16, keys += 16 * words, ahead += 16 * words) {
-    int64_t whole = 0;
-    for (; whole + 16 <= words; whole += 16) transpose(keys + whole, words, ahead + whole, to + whole * kPanel + done);
-    for (int64_t w = whole; w < words; ++w) {
-      for (int64_t r = 0; r < 16; ++r) to[w * kPanel + done + r] = keys[r * words + w];
-    }
-  }
+  for (; count == 16 && whole + 16 <= words; whole += 16) transpose_16(keys + whole, words, to + whole * kPanel);
 #endif
-  for (; done < count; ++done, keys += words, ahead += words) {
-    __builtin_prefetch(ahead, 0, 2);
-    for (int64_t w = 0; w < words; ++w) to[w * kPanel + done] = keys[w];
+  for (int64_t key = 0; key < count; ++key, keys += words) {
+    for (int64_t w = whole; w < words; ++w) to[w * kPanel + key] = keys[w];
   }
 }
 
@@ -121,12 +108,67 @@ PDS_INLINE void widen_row(const float* from, int64_t count, float* to) {
   memcpy(to, from, static_cast<size_t>(count) * sizeof *to);
 }
 
-// Keys or values that lie side by side.
+// Up to kRunKeys keys or values of one block and head, which lie side by side.
 template <class Kv>
 struct KeyRun {
   const Kv* from;
   int64_t key, count;  // counted from the tile's first
-  const Kv* ahead;     // what is read a tile's length later, as long
+  const Kv* ahead;     // what to ask for meanwhile, as long
+};
+
+template <class Kv>
+PDS_INLINE const uint32_t* as_words(const Kv* keys) {
+  return reinterpret_cast<const uint32_t*>(keys);
+}
+
+// Where a head's keys from `position` on lie, up to the end of their block.
+template <class Kv>
+PDS_INLINE const Kv* find_keys(const AttentionCall& call, int64_t item, int64_t head, int64_t position) {
+  const KvLayer& kv = *call.kv;
+  const int64_t* blocks = call.step->block_table + call.items[item].request * call.step->table_stride;
+  const int64_t block = position >> kv.block_shift, offset = position - (block << kv.block_shift);
+  return static_cast<const Kv*>(kv.base) + blocks[block] * kv.block_stride + head * kv.head_stride +
+         offset * call.heads->head_dim;
+}
+
+// Walks a tile's length ahead of what is read, over an item and those that follow, run by run in the order in which
+// they lie in memory. Asked for line by line, at the pace of reading, what is ahead arrives in time; asked for all at
+// once, or left to the processor, most of it does not (measured: half the rate).
+template <class Kv>
+class KeysAhead {
+ public:
+  KeysAhead(const AttentionCall& call, int64_t item) : call_(call), item_(item) { skip(kTileKeys); }
+
+  // The next run, or null behind the last.
+  const Kv* next() {
+    if (item_ == call_.num_items) return nullptr;
+    const Item& item = call_.items[item_];
+    const Kv* run = find_keys<Kv>(call_, item_, head_ + item.first_head, position_) + part_ * call_.kv->value_stride;
+    if (++head_ == item.last_head - item.first_head) {
+      head_ = 0;
+      if (++part_ == 2) {
+        part_ = 0;
+        skip(least(kRunKeys, block_size()));
+      }
+    }
+    return run;
+  }
+
+ private:
+  int64_t block_size() const { return int64_t{1} << call_.kv->block_shift; }
+
+  void skip(int64_t keys) {
+    position_ += keys;
+    for (; item_ < call_.num_items; ++item_) {
+      const int64_t num_keys = call_.num_keys(item_);
+      if (position_ < num_keys) return;
+      position_ -= least(position_, round_up(num_keys, block_size()));
+    }
+  }
+
+  const AttentionCall& call_;
+  int64_t item_, position_ = 0;
+  int64_t part_ = 0, head_ = 0;
 };
 
 // Keys [first_key, first_key + num_keys) of an item.
@@ -136,87 +178,41 @@ struct KeyTile {
   int64_t item;
   int64_t first_key, num_keys;
 
-  // Calls visit(run) for each run of keys (part 0) or values (part 1). What is ahead may be a later item's: asked for
-  // line by line as this run's lines are read it arrives in time; asked for all at once, or left to the processor,
-  // most of it does not (measured: a third of the rate).
-  template <class Visit>
-  void for_each_run(int64_t head, int64_t part, Visit visit) const {
-    const int64_t block_size = int64_t{1} << call->kv->block_shift, offset = part * call->kv->value_stride;
-    for (int64_t key = 0; key < num_keys;) {
-      const int64_t position = first_key + key;
-      const int64_t count = least(block_size - (position & (block_size - 1)), num_keys - key);
-      const Kv* from = find(item, head, position) + offset;
-      const Kv* ahead = find_ahead(head, position);
-      visit(KeyRun<Kv>{from, key, count, ahead == nullptr ? from : ahead + offset});
-      key += count;
+  // Fills `runs` with the tile's runs of keys (part 0) or values (part 1).
+  void list_runs(int64_t head, int64_t part, KeysAhead<Kv>& next, KeyRun<Kv>* runs) const {
+    const int64_t size = least(kRunKeys, int64_t{1} << call->kv->block_shift);
+    for (int64_t key = 0; key < num_keys; key += size, ++runs) {
+      const Kv* from = find_keys<Kv>(*call, item, head, first_key + key) + part * call->kv->value_stride;
+      const Kv* ahead = next.next();
+      *runs = {from, key, least(size, num_keys - key), ahead == nullptr ? from : ahead};
     }
   }
 
   // Panels of 32 keys, each [words of a key][32], zeros behind the last key.
-  void pack_keys(int64_t head, Kv* panels) const {
-    const int64_t head_dim = call->heads->head_dim;
-    const int64_t words = head_dim * static_cast<int64_t>(sizeof(Kv)) / 4, panel_words = words * kPanel;
+  void pack_keys(const KeyRun<Kv>* run, Kv* panels) const {
+    const int64_t words = call->heads->head_dim * static_cast<int64_t>(sizeof(Kv)) / 4, panel_words = words * kPanel;
     auto* to = reinterpret_cast<uint32_t*>(panels);
     if (num_keys % kPanel != 0) memset(to + num_keys / kPanel * panel_words, 0, static_cast<size_t>(panel_words) * 4);
-    for_each_run(head, 0, [&](const KeyRun<Kv>& run) {
-      for (int64_t done = 0, part; done < run.count; done += part) {
-        const int64_t column = (run.key + done) % kPanel;
-        part = least(kPanel - column, run.count - done);
-        // What is ahead of a panel's first keys is asked for later, see `scores_ahead`: all of it here is more than
-        // memory gives in the time.
-        const Kv* ahead = column < kPanel / 2 ? run.from : run.ahead;
-        transpose_keys(as_words(run.from + done * head_dim), words, part, as_words(ahead + done * head_dim),
-                       to + (run.key + done) / kPanel * panel_words + column);
-      }
-    });
+    for (int64_t key = 0; key < num_keys; key += run->count, ++run) {
+      for (int64_t line = 0; line < run->count * words; line += 16) __builtin_prefetch(as_words(run->ahead) + line, 0, 2);
+      transpose_keys(as_words(run->from), words, run->count, to + run->key / kPanel * panel_words + run->key % kPanel);
+    }
   }
 
   // Panels of 32 dims, each [kTileKeys][32], zeros for one key behind the last.
-  void pack_values(int64_t head, float* panels) const {
+  void pack_values(const KeyRun<Kv>* run, float* panels) const {
     const int64_t head_dim = call->heads->head_dim;
-    for_each_run(head, 1, [&](const KeyRun<Kv>& run) {
-      for (int64_t k = 0; k < run.count; ++k) {
-        float* to = panels + (run.key + k) * kPanel;
+    for (int64_t key = 0; key < num_keys; key += run->count, ++run) {
+      for (int64_t k = 0; k < run->count; ++k) {
+        float* to = panels + (run->key + k) * kPanel;
         for (int64_t dim = 0; dim < head_dim; dim += kPanel, to += kTileKeys * kPanel) {
-          widen_row(run.from + k * head_dim + dim, least(kPanel, head_dim - dim), to);
+          widen_row(run->from + k * head_dim + dim, least(kPanel, head_dim - dim), to);
         }
       }
-    });
+    }
     for (int64_t dim = 0; num_keys < kTileKeys && dim < head_dim; dim += kPanel) {
       memset(panels + dim * kTileKeys + num_keys * kPanel, 0, kPanel * sizeof(float));
     }
-  }
-
-  // What is ahead of a panel's first keys, asked for while its scores are computed.
-  Ahead scores_ahead(int64_t head, int64_t key) const {
-    const Kv* ahead = find_ahead(head, first_key + key);
-    if (ahead == nullptr) ahead = find(item, head, first_key + key);
-    return {reinterpret_cast<const char*>(ahead), 64};
-  }
-
- private:
-  static const uint32_t* as_words(const Kv* keys) { return reinterpret_cast<const uint32_t*>(keys); }
-
-  const Kv* find(int64_t which, int64_t head, int64_t position) const {
-    const KvLayer& kv = *call->kv;
-    const int64_t* blocks = call->step->block_table + call->items[which].request * call->step->table_stride;
-    const int64_t block = position >> kv.block_shift, offset = position - (block << kv.block_shift);
-    return static_cast<const Kv*>(kv.base) + blocks[block] * kv.block_stride + head * kv.head_stride +
-           offset * call->heads->head_dim;
-  }
-
-  // A tile's length behind `position`, in the items that follow if this one ends before; null if it is not near.
-  const Kv* find_ahead(int64_t head, int64_t position) const {
-    constexpr int64_t max_items = 8;
-    position += kTileKeys;
-    const int64_t last = least(call->num_items, item + max_items);
-    for (int64_t which = item; which < last; ++which) {
-      const int64_t keys = call->num_keys(which);
-      if (position < keys) return find(which, head - call->items[item].first_head + call->items[which].first_head, position);
-      position -= round_up(keys, int64_t{1} << call->kv->block_shift);
-      if (position < 0) position = 0;
-    }
-    return nullptr;
   }
 };
 
