@@ -57,7 +57,9 @@ def _import_class(name: str, target: str, remedy: str = "") -> type[KVConnector]
     try:
         module = importlib.import_module(module_name)
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
-        raise ConfigError(f"connector {name!r} cannot be imported: {error}{remedy}") from error
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        hint = "; is its package installed, or its folder in PYTHONPATH?" if is_absent and not remedy else remedy
+        raise ConfigError(f"connector {name!r} cannot be imported: {error}{hint}") from error
     found = getattr(module, attribute, None)
     if found is None:
         raise ConfigError(f"connector {name!r}: module {module_name} has no {attribute}")

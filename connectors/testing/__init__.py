@@ -5,7 +5,8 @@
     harness.py     an engine without a model that drives one connector step by step
     bench.py       several such engines: what a check works with
     target.py      what a connector brings along: its options, its store, ways to break it
-    runner.py      runs checks; report.py makes verdicts of them
+    runner.py      runs checks; report.py makes verdicts of them; hang_watch.py ends calls that never return
+    counters.py    what connectors count
     suite.py       the pytest class; plugin.py its command-line options
     faults/        damage: between the halves, on the wire, to the peer
     engines/       real engines with a tiny model

@@ -6,6 +6,7 @@ used before, so checks that share one store never see each other's blocks, even 
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -316,9 +317,10 @@ class Bench:
         self.pass_steps(3)
 
     def close(self) -> None:
-        """Close all engines."""
-        while self._engines:
-            self._engines.pop().close()
+        """Close all engines, whatever one of them does."""
+        with contextlib.ExitStack() as stack:
+            while self._engines:
+                stack.callback(self._engines.pop().close)
 
     # --- expectations ---------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ A request's way::
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,9 +101,14 @@ class EngineHarness:
         self.blame: Blame | None = None
         self.content = KVContent(context.identity.fingerprint, context.spec)
         self.memory = BlockMemory(self.content, context.spec, num_blocks, context.role)
-        self.scheduler = connector.build_scheduler(context)
-        worker = connector.build_worker(context)
-        self.worker = wrap_worker(worker) if wrap_worker else worker
+        with contextlib.ExitStack() as built:
+            self.scheduler = connector.build_scheduler(context)
+            built.callback(lambda: self.scheduler.close())
+            worker = connector.build_worker(context)
+            self.worker = wrap_worker(worker) if wrap_worker else worker
+            built.callback(lambda: self.worker.close())
+            self.worker.register_kv_caches(self.memory.kv_cache, context.spec)
+            self._open = built.pop_all()
         self.stats = ConnectorStats()
         self.sent: dict[str, bool] = {}
         """Requests reported sent, and whether they were saved whole."""
@@ -113,7 +119,6 @@ class EngineHarness:
         self._live: dict[str, _Live] = {}
         self._owed_sent: set[str] = set()
         self._due: list[str] = []
-        self.worker.register_kv_caches(self.memory.kv_cache, context.spec)
 
     # --- what a test does -----------------------------------------------------------------------------------
 
@@ -249,9 +254,8 @@ class EngineHarness:
             time.sleep(_IDLE_STEP_S)
 
     def close(self) -> None:
-        """Close both halves."""
-        self.worker.close()
-        self.scheduler.close()
+        """Close both halves, whatever one of them does."""
+        self._open.close()
 
     # --- whole legs ------------------------------------------------------------------------------------------
 

@@ -10,17 +10,28 @@ class Patience:
 
     Args:
         timeout_s: the first wait's limit.
+        call_timeout_s: the first limit of a single call, which may have to start something.
     """
 
-    def __init__(self, timeout_s: float = 10.0) -> None:
+    def __init__(self, timeout_s: float = 10.0, call_timeout_s: float = 60.0) -> None:
         self._timeout_s = timeout_s
+        self._call_timeout_s = call_timeout_s
         self._has_hung = False
 
     @property
     def timeout_s(self) -> float:
         """The next wait's limit."""
-        return self._timeout_s * (_SHARE_AFTER_HANG if self._has_hung else 1.0)
+        return self._timeout_s * self._share
+
+    @property
+    def call_timeout_s(self) -> float:
+        """The next single call's limit."""
+        return self._call_timeout_s * self._share
 
     def note_hang(self) -> None:
         """A wait was in vain."""
         self._has_hung = True
+
+    @property
+    def _share(self) -> float:
+        return _SHARE_AFTER_HANG if self._has_hung else 1.0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pdserve.connectors.testing.bench import Bench
 from pdserve.connectors.testing.check import Check
+from pdserve.connectors.testing.hang_watch import HangError, ending_hangs
 from pdserve.connectors.testing.patience import Patience
 from pdserve.connectors.testing.target import ConformanceTarget
 from pdserve.connectors.testing.violations import (
@@ -92,17 +93,34 @@ def run_check(target: ConformanceTarget, check: Check, patience: Patience) -> Ch
         return CheckResult(check, Verdict.NOT_DECLARED, unmet)
     bench = Bench(target, check.rule, patience)
     began = time.monotonic()
-    try:
-        verdict, reason, broken_rule = _judge(check, bench)
-    finally:
-        bench.close()
+    ends = [_judge(check.rule, bench, action) for action in (lambda: _run(check, bench), bench.close)]
+    # What a failed check leaves behind may not be closed well: its own end is the one to tell.
+    verdict, reason, broken_rule = next((end for end in ends if end[0] is not Verdict.PASS), ends[0])
     return CheckResult(check, verdict, reason, broken_rule, time.monotonic() - began)
 
 
-def _judge(check: Check, bench: Bench) -> tuple[Verdict, str, str | None]:
+def find_start_error(target: ConformanceTarget, patience: Patience) -> str | None:
+    """Why no engine can be started with the connector, or None."""
+    bench = Bench(target, "start", patience)
+    verdict, reason, _ = _judge("start", bench, lambda: _start(bench))
+    _judge("start", bench, bench.close)
+    return None if verdict is Verdict.PASS else reason.removeprefix("start: ")
+
+
+def _run(check: Check, bench: Bench) -> None:
+    check.function(bench)
+    bench.settle()
+
+
+def _start(bench: Bench) -> None:
+    bench.build_producer()
+    bench.build_consumer()
+
+
+def _judge(rule: str, bench: Bench, action: Callable[[], None]) -> tuple[Verdict, str, str | None]:
     try:
-        check.function(bench)
-        bench.settle()
+        with ending_hangs(bench.patience.call_timeout_s):
+            action()
     except NotOfferedError as missing:
         return Verdict.NOT_OFFERED, str(missing), None
     except NotDeclaredError as missing:
@@ -111,11 +129,14 @@ def _judge(check: Check, bench: Bench) -> tuple[Verdict, str, str | None]:
         return Verdict.WARNING, str(ability), None
     except RuleViolationError as violation:
         broken_rule = _find_broken_rule(violation, bench.target)
-        verdict = Verdict.FAIL if broken_rule == check.rule else Verdict.STOPPED
+        verdict = Verdict.FAIL if broken_rule == rule else Verdict.STOPPED
         return verdict, str(violation), broken_rule
-    except Exception as error:
-        logger.debug("check %s: the connector raised", check.id, exc_info=True)
-        return Verdict.FAIL, f"{check.rule}: the connector raised {type(error).__name__}: {error}", check.rule
+    except HangError as hang:
+        bench.patience.note_hang()
+        return Verdict.FAIL, f"{rule}: the connector {hang}", rule
+    except (Exception, SystemExit) as error:
+        logger.debug("the connector raised", exc_info=True)
+        return Verdict.FAIL, f"{rule}: the connector raised {type(error).__name__}: {error}", rule
     return Verdict.PASS, "", None
 
 

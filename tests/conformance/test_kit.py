@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -284,3 +285,119 @@ def test_the_plugin_loads_neither_torch_nor_the_kit() -> None:
     code = "import sys, pdserve.connectors.testing.plugin; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"
+
+
+# --- connectors that misbehave ----------------------------------------------------------------------------------
+
+MISBEHAVING_MODULE = """
+import threading
+
+from pdserve.connectors.null import NullConnector, NullScheduler, NullWorker
+
+
+class Hangs(NullScheduler):
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        threading.Event().wait()
+
+
+class HangsAtTheEnd(NullWorker):
+    def close(self):
+        threading.Event().wait()
+
+
+class FailsAtTheEnd(NullWorker):
+    def close(self):
+        raise OSError("cannot be closed")
+
+
+class EndsTheProcess(NullWorker):
+    def close(self):
+        raise SystemExit(3)
+
+
+class NeverStarts(NullWorker):
+    def __init__(self):
+        raise ValueError("no licence")
+
+
+class Connector(NullConnector):
+    scheduler, worker = NullScheduler, NullWorker
+
+    @classmethod
+    def build_scheduler(cls, context):
+        return cls.scheduler()
+
+    @classmethod
+    def build_worker(cls, context):
+        return cls.worker()
+
+
+def of(half):
+    name = "scheduler" if issubclass(half, NullScheduler) else "worker"
+    return type(f"Of{half.__name__}", (Connector,), {name: half})
+
+
+OfHangs, OfHangsAtTheEnd, OfNeverStarts = map(of, (Hangs, HangsAtTheEnd, NeverStarts))
+OfFailsAtTheEnd, OfEndsTheProcess = map(of, (FailsAtTheEnd, EndsTheProcess))
+"""
+
+
+@pytest.fixture
+def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The module's name."""
+    (tmp_path / "misbehaving_connectors.py").write_text(MISBEHAVING_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "misbehaving_connectors"
+    sys.modules.pop("misbehaving_connectors", None)
+
+
+@pytest.mark.parametrize(
+    ("connector", "reason"),
+    [
+        (
+            "OfHangs",
+            r"R2: the connector did not return from Hangs\.get_num_new_matched_tokens \(.*, line 9\) within 0.4 s",
+        ),
+        ("OfHangsAtTheEnd", "R2: the connector did not return from HangsAtTheEnd.close"),
+        ("OfFailsAtTheEnd", "R2: the connector raised OSError: cannot be closed"),
+        ("OfEndsTheProcess", "R2: the connector raised SystemExit: 3"),
+        ("OfNeverStarts", "R2: the connector raised ValueError: no licence"),
+    ],
+)
+def test_whatever_a_connector_does_there_is_a_verdict(
+    tmp_path: Path, misbehaving: str, connector: str, reason: str
+) -> None:
+    (check,) = (check for check in CHECKS if check.id == "what_is_undeclared_is_not_there")
+    patience = Patience(timeout_s=10.0, call_timeout_s=0.4)
+    result = run_check(open_target(f"{misbehaving}:{connector}", tmp_path), check, patience)
+    assert (result.verdict, result.broken_rule) == (Verdict.FAIL, "R2")
+    assert re.match(reason, result.reason)
+    assert patience.call_timeout_s == pytest.approx(0.04 if "Hangs" in connector else 0.4)
+
+
+def test_a_connector_that_never_starts_is_told_once(misbehaving: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", "--connector", f"{misbehaving}:OfNeverStarts"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.endswith("OfNeverStarts: the connector raised ValueError: no licence\n")
+
+
+def test_a_report_that_cannot_be_written_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", "--connector", "memory", "--report", str(tmp_path / "none" / "report.json")]) == 2
+    assert "cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_connectors_thread_does_not_keep_the_command_from_ending(tmp_path: Path) -> None:
+    (tmp_path / "lingering.py").write_text(
+        "import threading\n"
+        "from pdserve.connectors.null import NullConnector\n"
+        "class Lingering(NullConnector):\n"
+        "    threading.Thread(target=threading.Event().wait, name='lingers').start()\n"
+    )
+    pdserve = str(Path(sys.executable).with_name("pdserve"))
+    command = [pdserve, "conformance", "--connector", "lingering:Lingering", "--level", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("error: the connector left threads running: lingers\n")
+    assert "not declared" in done.stdout

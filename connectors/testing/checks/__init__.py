@@ -5,6 +5,7 @@ from __future__ import annotations
 from pdserve.connectors.testing.check import Check, Level
 from pdserve.connectors.testing.checks import (
     anything,
+    closing,
     composition,
     counters,
     declared,
@@ -31,6 +32,7 @@ CHECKS: tuple[Check, ...] = (
     *integrity.CHECKS,
     *leases.CHECKS,
     *peers.CHECKS,
+    *closing.CHECKS,
     *anything.CHECKS,
     *engine.CHECKS,
 )

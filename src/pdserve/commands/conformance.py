@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from pdserve.connectors.testing.check import Level
 from pdserve.connectors.testing.checks import get_checks
 from pdserve.connectors.testing.patience import Patience
 from pdserve.connectors.testing.report import build_report, format_table, has_failed, judge_rules
-from pdserve.connectors.testing.runner import CheckResult, Verdict, run_checks
+from pdserve.connectors.testing.runner import CheckResult, Verdict, find_start_error, run_checks
 from pdserve.connectors.testing.target import ConformanceTarget, open_target, read_options
 from pdserve.errors import ConfigError
 from pdserve.settings import load_settings, setting
@@ -45,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     """Run the checks and print the verdicts; 1 when a rule is broken.
 
     Raises:
-        ConfigError: a setting is wrong, or the connector cannot be built at all.
+        ConfigError: a setting is wrong, or no engine can be started with the connector.
     """
     settings = load_settings(
         ConformanceConfig,
@@ -59,23 +61,48 @@ def run(argv: Sequence[str]) -> int:
     ).conformance
     if not settings.connector:
         raise ConfigError("say which connector: --connector NAME or --connector module:Class")
+    if settings.report is not None:
+        _require_writable(Path(settings.report))
     options = read_options(Path(settings.options)) if settings.options else None
+    before = threading.enumerate()
     with (
         tempfile.TemporaryDirectory(prefix="pdserve-conformance-") as directory,
         closing(open_target(settings.connector, Path(directory), options=options, target=settings.target)) as target,
     ):
-        return _judge(settings, target)
+        status = _judge(settings, target)
+    _end_without_threads(status, before)
+    return status
 
 
 def _judge(settings: ConformanceSettings, target: ConformanceTarget) -> int:
-    checks = get_checks(max_level=Level(settings.level))
-    results = run_checks(target, checks, patience=Patience(settings.timeout_s), on_result=_show_progress)
+    checks, patience = get_checks(max_level=Level(settings.level)), Patience(settings.timeout_s)
+    error = find_start_error(target, patience)
+    if error is not None:
+        raise ConfigError(f"no engine can be started with connector {settings.connector}: {error}")
+    results = run_checks(target, checks, patience=patience, on_result=_show_progress)
     verdicts = judge_rules(results)
     print(format_table(verdicts))
     if settings.report is not None:
         report = build_report(settings.connector, results, verdicts)
         Path(settings.report).write_text(json.dumps(report, indent=2) + "\n")
     return int(has_failed(verdicts))
+
+
+def _require_writable(report: Path) -> None:
+    """Said before minutes of checks, not after."""
+    try:
+        report.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--report {report} cannot be written: {error.strerror}") from error
+
+
+def _end_without_threads(status: int, before: Sequence[threading.Thread]) -> None:
+    """Threads that a connector leaves and that are no daemons would keep the process from ending, verdicts and all."""
+    left = [thread.name for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    if left:
+        print(f"error: the connector left threads running: {', '.join(left)}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(status or 1)
 
 
 def _show_progress(result: CheckResult) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -13,6 +15,7 @@ from honest_store import (
     Block,
     HonestStore,
     Load,
+    Medium,
     Part,
     StoreScheduler,
     StoreWorker,
@@ -21,6 +24,7 @@ from honest_store import (
 from origins import ORIGINS
 
 from pdserve.connectors.base import (
+    ConnectorContext,
     ConnectorFeatures,
     ConnectorOutput,
     FinishDecision,
@@ -535,6 +539,20 @@ breaks("R21", worker=NoKeyInTheEntry)
 breaks("R21", worker=PadsShortEntries)
 breaks("R21", worker=WritesInPlace)
 breaks("R21", worker=NeverReplacesDamage)
+
+# --- R19: restarts ---------------------------------------------------------------------------------------------
+
+
+class LeavesFilesOpen(StoreWorker):
+    """A file for each engine, open until the test's end."""
+
+    def __init__(self, context: ConnectorContext, medium: Medium) -> None:
+        super().__init__(context, medium)
+        weakref.finalize(medium, os.close, os.open(os.devnull, os.O_RDONLY))
+
+
+breaks("R19", worker=LeavesFilesOpen)
+
 
 # --- R22: plain, bounded data ---------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no.such.module:Class", "cannot be imported: No module named 'no'"),
+        ("no.such.module:Class", "No module named 'no'; is its package installed, or its folder in PYTHONPATH?"),
         ("pdserve.connectors.null:Missing", "has no Missing"),
         (":Class", "not of the form module:Class"),
         ("module:", "not of the form module:Class"),
