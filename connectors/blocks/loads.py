@@ -1,7 +1,7 @@
 """Loading: from a store into blocks of KV memory, off the forward thread.
 
-A load is cut into parts of a few blocks that any reader thread takes. Its end is reported once, when all parts have
-stopped: until then a thread may still write to the blocks.
+A load is cut into parts of a few blocks that any reader thread takes, a short one so that every thread gets some. Its
+end is reported once, when all parts have stopped: until then a thread may still write to the blocks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class BlockLoader:
 
     def start(self, request: LoadRequest, memory: BlockMemory) -> None:
         """Begin a load; one whose request has a load that is not reported yet is refused and counted."""
-        size = self._store.blocks_per_read
+        size = max(min(self._store.blocks_per_read, -(-len(request.blocks) // self._threads.num_threads)), 1)
         starts = range(0, len(request.blocks), size)
         load = _Load(request, len(starts), self._clock() + self._timeout_s)
         with self._lock:

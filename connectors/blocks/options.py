@@ -18,6 +18,12 @@ Parser = Callable[[Any], Any]
 """Turns what the user wrote into a value; raises ValueError with what to write instead."""
 
 
+def count_transfer_threads() -> int:
+    """Two, or one where this process may run on a single core: more would only take turns."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(2, num_cores)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransferOptions:
     """Settings that every store has.
@@ -38,7 +44,7 @@ class TransferOptions:
     max_staging_bytes: int = 256 << 20
     save_timeout_s: float = 2.0
     load_timeout_s: float = 30.0
-    reader_threads: int = field(default_factory=lambda: min(2, _count_cores()))
+    reader_threads: int = field(default_factory=count_transfer_threads)
     reader_nice: int = 10
     writer_threads: int = 1
 
@@ -141,11 +147,6 @@ def parse_number(least: int, most: int) -> Parser:
         raise ValueError(f"give a whole number from {least} to {most}")
 
     return parse
-
-
-def _count_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 TRANSFER_PARSERS: dict[str, Parser] = {

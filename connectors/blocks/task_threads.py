@@ -37,13 +37,16 @@ class TaskThreads:
         name: prefix of the threads' names.
         num_threads: how many; they start with the first task.
         nice: how far they step back for others, see `step_back`; they also end their turn after each task then.
+
+    Attributes:
+        num_threads: as given.
     """
 
     def __init__(self, name: str, num_threads: int, *, nice: int = 0) -> None:
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._nice = nice
         self._name = name
         self._threads: list[threading.Thread] = []
@@ -70,7 +73,7 @@ class TaskThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _start(self) -> None:
-        for index in range(self._num_threads):
+        for index in range(self.num_threads):
             thread = threading.Thread(target=self._run, name=f"{self._name}-{index}", daemon=True)
             self._threads.append(thread)
             thread.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pdserve.connectors.blocks.options import (
     Parser,
     TransferOptions,
     check_size,
+    count_transfer_threads,
     parse_bytes,
     parse_flag,
     parse_seconds,
@@ -34,12 +35,14 @@ class StorageOptions(TransferOptions):
         path: the directory; every engine that shares KV names the same one.
         max_bytes: the store is kept below this; None = a quarter of the file system, and at most what is free.
         min_age_s: evicting a file younger than this is told in the log: it may be on its way to a decode instance.
+        writer_threads: threads that save; as many as load: what shows of a save is its last chunk, when cores are free.
         layerwise: write a block's first layers while its last ones are computed.
     """
 
     path: Path
     max_bytes: int | None = None
     min_age_s: float = 60.0
+    writer_threads: int = field(default_factory=count_transfer_threads)
     layerwise: bool = False
 
 

@@ -395,6 +395,7 @@ def test_an_aborted_requests_blocks_may_go(make_engine) -> None:
     prefill.admit("gone", 0)
     prefill.step({"gone": len(PROMPT)})
     prefill.finish("gone")
+    prefill.step_until(lambda: not prefill.worker._saver._writing)
     assert prefill.send("p", [7] * len(PROMPT))
     assert prefill.worker._store._capacity._promises == {}
 
@@ -429,7 +430,7 @@ engine.send("p", list(range(17)))
 
 def test_slow_writing_holds_the_step_back_then_drops(make_engine) -> None:
     """Room for two blocks in staging memory and a writer that is held: the step waits, then gives up on the rest."""
-    prefill = make_engine("prefill", max_staging_bytes=2 * FILE_BYTES, save_timeout_s=0.05)
+    prefill = make_engine("prefill", max_staging_bytes=2 * FILE_BYTES, save_timeout_s=0.05, writer_threads=1)
     gate = threading.Event()
     prefill.worker._writers.submit(gate.wait)
     prefill.prefill("p", PROMPT)

@@ -164,7 +164,7 @@ def test_r7_nothing_uncomputed_is_saved_when_the_forward_pass_fails(make_engine,
 
 def test_r8_blocks_may_be_reused_at_once_after_the_step(make_engine) -> None:
     """The harness writes over freed blocks while the writer is still held back."""
-    prefill = make_engine("prefill")
+    prefill = make_engine("prefill", writer_threads=1)
     gate = threading.Event()
     prefill.worker._writers.submit(gate.wait)
     prefill.prefill("p", PROMPT)
@@ -295,7 +295,7 @@ def test_r10_a_send_of_stored_keys_is_reported_once(make_engine) -> None:
 
 
 def test_r10_two_requests_wait_for_one_write(make_engine) -> None:
-    prefill = make_engine("prefill")
+    prefill = make_engine("prefill", writer_threads=1)
     gate = threading.Event()
     prefill.worker._writers.submit(gate.wait)
     for name in ("a", "b"):
@@ -326,7 +326,7 @@ def test_r10_a_prefix_hit_is_saved_when_the_store_has_lost_it(make_engine, store
 
 
 def test_r11_a_failure_is_reported_when_all_parts_have_stopped(make_engine, store: Path) -> None:
-    """Twenty blocks are three parts; the first fails at once while the last is held back."""
+    """Twenty blocks are three parts of at most seven; the first fails at once while the last is held back."""
     prompt = list(range(20 * S))
     prefill = make_engine("prefill", num_blocks=32)
     prefill.send("p", prompt)
@@ -341,7 +341,7 @@ def test_r11_a_failure_is_reported_when_all_parts_have_stopped(make_engine, stor
     def held_read(blocks, memory):
         if blocks[0].digest.hex() == keys[0]:
             last_part_runs.wait()
-        if blocks[0].digest.hex() == keys[16]:
+        if blocks[0].digest.hex() == keys[14]:
             last_part_runs.set()
             gate.wait()
         yield from read(blocks, memory)
