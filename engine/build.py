@@ -48,7 +48,8 @@ def build_engine(
     directory = prepare_weights(source, config.model.dtype)
     model, model_config = _load_model(config, directory)
     spec = _build_spec(config, model_config)
-    num_blocks = resolve_num_blocks(config.cache, spec)
+    device = model.backend.device
+    num_blocks = resolve_num_blocks(config.cache, spec, device)
     max_model_len = _resolve_max_model_len(config, model_config, spec, num_blocks)
     config = _resolve(config, num_blocks, max_model_len)
     identity = ModelIdentity(
@@ -58,7 +59,7 @@ def build_engine(
         numerics=model.backend.numerics,
         kv=spec,
     )
-    kv_cache = allocate_kv_cache(spec, num_blocks)
+    kv_cache = allocate_kv_cache(spec, num_blocks, device)
     tell(
         f"{source.name} loaded in {time.monotonic() - started_s:.1f} s; KV: {num_blocks} blocks of "
         f"{config.cache.block_size} = {num_blocks * config.cache.block_size} tokens, "
@@ -95,10 +96,10 @@ def build_engine(
 def _load_model(config: EngineConfig, directory: Path) -> tuple[CausalLM, ModelConfig]:
     torch.set_num_threads(config.model.num_threads or 1)
     dtype = TORCH_DTYPES[config.model.dtype]
-    backend = get_backend(config.model.kernel_backend, dtype, config.model.quantization)
+    backend = get_backend(config.model.kernel_backend, dtype, config.model.quantization, config.model.device)
     model = load_model(directory, dtype, backend)
     return_free_memory()
-    if not check_invariance(model):
+    if not check_invariance(model, config.cache.block_size):
         logger.warning(
             "kernels %s are not batch-invariant on this machine: answers may differ between prefill/decode and one "
             "engine; choose another --kernel-backend",

@@ -27,6 +27,9 @@ class ModelSettings:
         choices=("none", "int8", "w8a8"),
         help="of the weights: int8, or w8a8 = activations too; needs bfloat16 and the compiled kernels",
     )
+    device: str = setting(
+        "cpu", choices=("cpu", "cuda"), help="where to compute; cuda = the first GPU that the process sees"
+    )
     kernel_backend: str = setting("auto", help="kernels to compute with; auto = the fastest that runs here")
     num_threads: int | None = setting(
         None, help="compute threads of one instance; default: 1 (pdserve up shares the cores out)"

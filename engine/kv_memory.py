@@ -12,11 +12,12 @@ from pdserve.engine.config import CacheSettings
 from pdserve.errors import ConfigError
 from pdserve.kv_layout import KVCacheSpec
 
+CPU = torch.device("cpu")
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def resolve_num_blocks(settings: CacheSettings, spec: KVCacheSpec) -> int:
-    """Blocks in the pool: as given, or as many as the fraction of the memory available now holds.
+def resolve_num_blocks(settings: CacheSettings, spec: KVCacheSpec, device: torch.device = CPU) -> int:
+    """Blocks in the pool: as given, or as many as the fraction of the device's memory available now holds.
 
     Raises:
         ConfigError: not even one request of a few blocks fits, or the fraction is out of range.
@@ -27,7 +28,8 @@ def resolve_num_blocks(settings: CacheSettings, spec: KVCacheSpec) -> int:
         return settings.num_blocks
     if not 0.0 < settings.memory_fraction <= 0.95:
         raise ConfigError(f"memory_fraction is {settings.memory_fraction}; it must be above 0 and at most 0.95")
-    budget = int(get_available_memory_bytes() * settings.memory_fraction)
+    available = get_available_memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    budget = int(available * settings.memory_fraction)
     num_blocks = budget // spec.block_bytes
     if num_blocks < 2:
         raise ConfigError(
@@ -56,15 +58,23 @@ def _read_meminfo(key: str) -> int:
     raise ConfigError(f"/proc/meminfo has no {key}; set num_blocks")
 
 
-def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int) -> Tensor:
-    """The pool: ``[num_blocks, L, 2, K, S, H]``, contiguous, on huge pages where the system gives them.
+def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device = CPU) -> Tensor:
+    """The pool: ``[num_blocks, L, 2, K, S, H]``, contiguous, in CPU memory on huge pages where the system gives them.
 
-    Pages are taken from the system as blocks are first written, so an idle instance costs little.
+    The CPU's pages are taken from the system as blocks are first written, so an idle instance costs little.
 
     Raises:
-        ConfigError: the address space cannot be had.
+        ConfigError: the address space, or the GPU's memory, cannot be had.
     """
     num_bytes = num_blocks * spec.block_bytes
+    if device.type != "cpu":
+        try:
+            return torch.empty(num_blocks, *spec.block_shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ConfigError(
+                f"{num_bytes} bytes of KV memory ({num_blocks} blocks) cannot be had on {device}; lower "
+                "memory_fraction or num_blocks"
+            ) from error
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:

@@ -97,9 +97,9 @@ def run(argv: Sequence[str]) -> int:
 def measure_engine_rates(engine: EngineConfig, seconds: float) -> MachineRates | None:
     """The machine's rates with as many threads as the engine has.
 
-    None for 0 seconds, and for quantised weights: their arithmetic is another than what is measured.
+    None for 0 seconds, for quantised weights and for a GPU: their arithmetic is another than what is measured.
     """
-    if seconds <= 0 or engine.model.quantization != "none":
+    if seconds <= 0 or engine.model.quantization != "none" or engine.model.device != "cpu":
         return None
     return measure_rates(engine.model.num_threads or 1, seconds, getattr(torch, engine.model.dtype))
 

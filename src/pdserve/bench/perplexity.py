@@ -48,7 +48,7 @@ class PerplexityConfig:
     """All settings of ``pdserve bench perplexity``."""
 
     text: TextSettings = field(default_factory=TextSettings)
-    model: ModelSettings = section(ModelSettings, exclude=("served_model_name", "max_model_len"))
+    model: ModelSettings = section(ModelSettings, exclude=("served_model_name", "max_model_len", "device"))
     output: OutputSettings = field(default_factory=OutputSettings)
 
 

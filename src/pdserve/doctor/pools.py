@@ -78,7 +78,8 @@ def check_identity(deployment: Deployment) -> list[Finding]:
     fellow = next(i.name for i, identity in known if identity == usual)
     return [
         Finding(instance.name, f"its model or layout is not that of {fellow}: {usual.explain_difference(identity)}",
-                "start both with equal --model, --dtype, --quantization, --kv-dtype, --block-size and --kernel-backend")
+                "start both with equal --model, --dtype, --quantization, --kv-dtype, --block-size, --device and "
+                "--kernel-backend")
         for instance, identity in known
         if identity != usual
     ]  # fmt: skip

@@ -20,7 +20,7 @@ from pdserve.settings import option_flags
 
 EVERY = "--config --help --version --output --progress"
 ENGINE = """
-    --model --served-model-name --dtype --max-model-len --quantization --kernel-backend
+    --model --served-model-name --dtype --max-model-len --quantization --device --kernel-backend
     --block-size --kv-dtype --num-blocks --memory-fraction
     --policy --max-num-seqs --max-num-batched-tokens --max-queue-len --kv-load-failure-policy
 """

@@ -88,7 +88,7 @@ class Session:
         config = model.config
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         self.model = model
-        self.kv_cache = torch.full(shape, float("nan"), dtype=kv_dtype)
+        self.kv_cache = torch.full(shape, float("nan"), dtype=kv_dtype, device=model.backend.device)
         self.block_ids = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
 
     def run(self, token_ids: Tensor, start: int, stop: int) -> Tensor:
