@@ -1,6 +1,7 @@
 """KV connectors: the contract, the registry and the connectors that come with pdserve.
 
-A third party's connector imports from here and from nowhere else. Importing this package loads no torch.
+A third party's connector imports from here, and, where it wants ready-made parts, from `pdserve.connectors.blocks`.
+Importing this package loads no torch.
 """
 
 if not __name__.startswith("pdserve."):
