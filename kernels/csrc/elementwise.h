@@ -33,13 +33,15 @@ void add_row(const uint16_t* x, uint16_t* residual, int64_t width) {
   }
 }
 
+PDS_INLINE Vec silu_mul(Vec gate, Vec up) {
+  return gate / (splat(1.0f) + exp2(gate * splat(-1.44269504088896341f))) * up;
+}
+
 // out = silu(gate) * up, one row.
 void silu_mul_row(const uint16_t* gate, const uint16_t* up, int64_t width, uint16_t* out) {
-  const Vec to_log2 = splat(-1.44269504088896341f), one = splat(1.0f);
   for (int64_t i = 0; i < width; i += kWidth) {
     const int64_t left = width - i;
-    const Vec g = load_some(gate + i, left);
-    store_some(out + i, g / (one + exp2(g * to_log2)) * load_some(up + i, left), left);
+    store_some(out + i, silu_mul(load_some(gate + i, left), load_some(up + i, left)), left);
   }
 }
 

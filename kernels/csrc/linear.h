@@ -78,59 +78,81 @@ struct QuadProduct {
   }
 };
 
+// What a vector of sums becomes before it is rounded: scaled, where the weights are integers, plus the bias.
+struct Finish {
+  bool has_scale, has_bias;
+  Vec scale, bias;
+
+  // Of the outputs from `first` on, `left` of which exist.
+  Finish(const Linear& layer, int64_t first, int64_t left)
+      : has_scale(layer.format != pds::kBfloat16),
+        has_bias(layer.bias != nullptr),
+        scale(has_scale ? load(layer.scales + first) : splat(1.0f)),
+        bias(has_bias ? load_some(layer.bias + first, left) : splat(0.0f)) {}
+
+  Vec of(Vec sum) const {
+    if (has_scale) sum = sum * scale;
+    return has_bias ? sum + bias : sum;
+  }
+};
+
+// A product whose outputs are stored as they are.
 template <class Out>
 struct LinearCall {
+  static constexpr int kStreams = 1;  // panels whose outputs are finished together
   int64_t rows;
   const Linear* layer;
   Out* out;
   int64_t out_stride;
   int64_t threads;
-};
 
-// Scales a tile's sums, adds the bias, rounds them once and puts them in their place.
-template <class Out>
-void finish_tile(const float* sums, int64_t rows, int64_t first, const Linear& layer, Out* out, int64_t out_stride) {
-  for (int64_t column = 0; column < kPanel && first + column < layer.out_features; column += kWidth) {
-    const int64_t left = layer.out_features - first - column;
-    const bool has_bias = layer.bias != nullptr, has_scale = layer.format != pds::kBfloat16;
-    const Vec bias = has_bias ? load_some(layer.bias + first + column, left) : splat(0.0f);
-    const Vec scale = has_scale ? load(layer.scales + first + column) : splat(1.0f);
-    for (int64_t r = 0; r < rows; ++r) {
-      Vec sum = load(sums + r * kPanel + column);
-      if (has_scale) sum = sum * scale;
-      if (has_bias) sum = sum + bias;
-      store_some(out + r * out_stride + first + column, sum, left);
+  int64_t num_panels() const { return (layer->out_features + kPanel - 1) / kPanel; }
+
+  // Rounds a tile's sums once and puts them in their place.
+  void finish(const float* sums, int64_t row, int64_t num_rows, int64_t panel) const {
+    const int64_t first = panel * kPanel;
+    for (int64_t column = 0; column < kPanel && first + column < layer->out_features; column += kWidth) {
+      const int64_t left = layer->out_features - first - column;
+      const Finish finish(*layer, first + column, left);
+      Out* to = out + row * out_stride + first + column;
+      for (int64_t r = 0; r < num_rows; ++r, to += out_stride) {
+        store_some(to, finish.of(load(sums + r * kPanel + column)), left);
+      }
     }
   }
-}
+};
 
 // A part of the panels that stays in the second-level cache while rows pass over it: tile by tile, so that a tile's rows
 // stay in the first-level cache while all panels of the part pass over them.
-template <class Product, class Out>
-void multiply_part(const Product& product, const LinearCall<Out>& call, int64_t first_panel, int64_t num_panels,
-                   const Cut& tiles, int64_t begin) {
+template <class Product, class Call>
+void multiply_part(const Product& product, const Call& call, int64_t first_panel, int64_t num_panels, const Cut& tiles,
+                   int64_t begin) {
   const int64_t panel_bytes = product.panel_bytes(), step_bytes = panel_bytes / product.steps;
+  const int64_t stream_bytes = call.num_panels() * panel_bytes;
   const auto* panels = static_cast<const char*>(call.layer->panels) + first_panel * panel_bytes;
-  const char* next = panels + num_panels * panel_bytes;
-  float sums[kTileRows * kPanel];
+  float sums[Call::kStreams * kTileRows * kPanel];
   for (int64_t t = 0; t < tiles.parts; ++t) {
     const int64_t row = begin + tiles.begin(t), rows = begin + tiles.begin(t + 1) - row;
     for (int64_t p = 0; p < num_panels; ++p) {
-      const char* panel = panels + p * panel_bytes;
       const int64_t fetched = (t * num_panels + p) * panel_bytes / tiles.parts;
-      const Ahead ahead = tiles.parts == 1 ? Ahead{panel + kAheadBytes, step_bytes}
-                                           : Ahead{next + fetched, step_bytes / tiles.parts + 1};
-      product.multiply(row, rows, reinterpret_cast<const typename Product::Panel*>(panel), sums, ahead);
-      finish_tile(sums, rows, (first_panel + p) * kPanel, *call.layer, call.out + row * call.out_stride, call.out_stride);
+      for (int stream = 0; stream < Call::kStreams; ++stream) {
+        const char* panel = panels + stream * stream_bytes + p * panel_bytes;
+        const char* next = panels + stream * stream_bytes + num_panels * panel_bytes;
+        const Ahead ahead = tiles.parts == 1 ? Ahead{panel + kAheadBytes, step_bytes}
+                                             : Ahead{next + fetched, step_bytes / tiles.parts + 1};
+        product.multiply(row, rows, reinterpret_cast<const typename Product::Panel*>(panel),
+                         sums + stream * kTileRows * kPanel, ahead);
+      }
+      call.finish(sums, row, rows, first_panel + p);
     }
   }
 }
 
-// All rows times the panels [first_panel, last_panel).
-template <class Product, class Out>
-void multiply_panels(const Product& product, const LinearCall<Out>& call, int64_t first_panel, int64_t last_panel) {
+// All rows times the panels [first_panel, last_panel) of each stream.
+template <class Product, class Call>
+void multiply_panels(const Product& product, const Call& call, int64_t first_panel, int64_t last_panel) {
   const Cut blocks(call.rows, (kRowBlockBytes / product.row_bytes() / kTileRows + 1) * kTileRows);
-  const Cut parts(last_panel - first_panel, kPartBytes / product.panel_bytes() + 1);
+  const Cut parts(last_panel - first_panel, kPartBytes / (Call::kStreams * product.panel_bytes()) + 1);
   for (int64_t b = 0; b < blocks.parts; ++b) {
     const int64_t begin = blocks.begin(b);
     const Cut tiles(blocks.begin(b + 1) - begin, kTileRows);
@@ -141,18 +163,18 @@ void multiply_panels(const Product& product, const LinearCall<Out>& call, int64_
   }
 }
 
-template <class Product, class Out>
-void multiply_on_threads(const Product& product, const LinearCall<Out>& call) {
+template <class Product, class Call>
+void multiply_on_threads(const Product& product, const Call& call) {
   struct Shared {
     const Product* product;
-    const LinearCall<Out>* call;
+    const Call* call;
   } shared{&product, &call};
   pds::parallel(
       call.threads, call.threads,
       [](void* context, int64_t part) {
         const auto& own = *static_cast<Shared*>(context);
-        const int64_t panels = (own.call->layer->out_features + kPanel - 1) / kPanel;
-        multiply_panels(*own.product, *own.call, panels * part / own.call->threads, panels * (part + 1) / own.call->threads);
+        const int64_t panels = own.call->num_panels(), threads = own.call->threads;
+        multiply_panels(*own.product, *own.call, panels * part / threads, panels * (part + 1) / threads);
       },
       &shared);
 }

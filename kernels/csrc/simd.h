@@ -127,6 +127,13 @@ PDS_INLINE void store_bf16(uint16_t* p, Vec v) {
 #endif
 }
 
+// Rounded as `store_bf16` rounds.
+PDS_INLINE Vec round_bf16(Vec v) {
+  uint16_t lanes[kWidth];
+  store_bf16(lanes, v);
+  return load_bf16(lanes);
+}
+
 // The same for the last n < kWidth elements of a row; lanes beyond are 0.
 PDS_INLINE Vec load_some(const float* p, int64_t n) {
   if (n >= kWidth) return load(p);

@@ -22,7 +22,9 @@ EPS = 1e-5
 class Model:
     """Random weights of a small model, and its layers computed kernel by kernel."""
 
-    def __init__(self, backend: CppBackend, shape: DecoderShape, *, has_bias: bool, qk_norm: bool) -> None:
+    def __init__(
+        self, backend: CppBackend, shape: DecoderShape, *, has_bias: bool, qk_norm: bool, inner: int = INNER
+    ) -> None:
         self.backend, self.shape = backend, shape
         generator = torch.Generator().manual_seed(0)
 
@@ -42,8 +44,8 @@ class Model:
                 k_norm=tensor(dim) if qk_norm else None,
                 output=linear(HIDDEN, heads * dim),
                 post_attention_norm=tensor(HIDDEN),
-                gate_up=linear(2 * INNER, HIDDEN),
-                down=linear(HIDDEN, INNER),
+                gate_up=linear(2 * inner, HIDDEN),
+                down=linear(HIDDEN, inner),
             )
             for _ in range(NUM_LAYERS)
         )
@@ -116,6 +118,28 @@ def test_layers_in_one_call_equal_kernels_one_by_one_with_quantised_weights(quan
     expected = model.forward_one_by_one(residual.clone(), metadata, rotation, kv_cache.clone())
     decoder = model.backend.build_decoder(model.layers, model.final_norm, shape)
     assert torch.equal(decoder.forward(residual, metadata, rotation, kv_cache, None), expected)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("quantization", ["none", "int8", "w8a8"])
+@pytest.mark.parametrize("inner", [INNER, 168], ids=["whole panels", "a panel of both halves"])
+def test_blocks_of_rows_equal_kernels_one_by_one(inner: int, quantization: str, num_threads: int) -> None:
+    shape = DecoderShape(num_heads=4, num_kv_heads=2, head_dim=32, rms_norm_eps=EPS)
+    backend = CppBackend(num_threads=num_threads, quantization=quantization)
+    model = Model(backend, shape, has_bias=True, qk_norm=True, inner=inner)
+    generator = torch.Generator().manual_seed(2)
+    query_lens, seq_lens = [270, 1, 30], [300, 40, 30]
+    metadata = AttentionMetadata.build(query_lens, seq_lens, [list(range(19)), [19, 20, 21], [22, 23]], 16)
+    angles = torch.rand(sum(query_lens), 16, generator=generator)
+    cos, sin = angles.cos(), angles.sin()
+    rotation = Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    kv_cache = torch.randn(24, NUM_LAYERS, 2, 2, 16, 32, generator=generator).to(BF16)
+    residual = torch.randn(sum(query_lens), HIDDEN, generator=generator).to(BF16)
+    other_cache = kv_cache.clone()
+    expected = model.forward_one_by_one(residual.clone(), metadata, rotation, other_cache)
+    decoder = backend.build_decoder(model.layers, model.final_norm, shape)
+    assert torch.equal(decoder.forward(residual, metadata, rotation, kv_cache, None), expected)
+    assert torch.equal(kv_cache, other_cache)
 
 
 def test_hooks_are_called_around_each_layers_attention() -> None:
