@@ -35,7 +35,7 @@ from pdserve.connectors.nixl.report import TransferReport
 from pdserve.kv_layout import ModelIdentity
 
 # Messages are heard so often while blocks are read.
-_READING_S = 0.002
+_READING_S = 0.01
 
 
 class Channel(Protocol):
@@ -189,6 +189,11 @@ class Consumer:
     def pause_s(self) -> float:
         """How much of that pause is left."""
         return max(self._read_again_at - self._clock(), 0.0)
+
+    @property
+    def is_waiting_for_word(self) -> bool:
+        """Whether some load has all its bytes, and lacks the producer's word."""
+        return any(active.phase is Phase.CONFIRMING for _, active in self._loads.values())
 
     @property
     def is_waiting_for_read(self) -> bool:

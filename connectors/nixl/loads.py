@@ -11,7 +11,7 @@ import numpy as np
 
 from pdserve.connectors.blocks.failures import Failure
 from pdserve.connectors.nixl.messages import Load
-from pdserve.connectors.nixl.pool_memory import CHECKSUM_DTYPE, Checksums
+from pdserve.connectors.nixl.pool_memory import CHECKSUM_DTYPE
 
 
 class Phase(enum.Enum):
@@ -53,7 +53,7 @@ class ActiveLoad:
         read_at: when the last byte had come.
         expected: the producer's checksums of all the prompt's blocks.
         num_started: blocks whose read has begun; what they hold is not to be believed before the end.
-        found: checksums of the blocks as they arrived, in parts.
+        found: checksums of the blocks as they arrived, as many as have.
         ending: set when it is to end as soon as nothing is written to its blocks any more.
     """
 
@@ -67,7 +67,7 @@ class ActiveLoad:
     read_at: float = math.inf
     expected: bytes = b""
     num_started: int = 0
-    found: list[Checksums] = field(default_factory=list)
+    found: bytearray = field(default_factory=bytearray)
     ending: Ending | None = None
 
     @property
@@ -125,10 +125,11 @@ class ActiveLoad:
 
     def find_bad_blocks(self) -> list[int]:
         """Indices of the loaded blocks that are not what the producer holds."""
-        load = self.load
-        expected = np.frombuffer(self.expected[: len(self.expected) // 8 * 8], dtype=CHECKSUM_DTYPE)
-        expected = expected[load.first_block : load.first_block + self.num_blocks]
-        found = np.concatenate(self.found)
-        if expected.shape != found.shape:
+        size, first = CHECKSUM_DTYPE.itemsize, self.load.first_block
+        expected = self.expected[first * size : (first + self.num_blocks) * size]
+        if expected == self.found:
+            return []
+        if len(expected) != len(self.found):
             return list(range(self.num_blocks))
-        return [int(index) for index in np.flatnonzero(found != expected)]
+        differs = np.frombuffer(expected, CHECKSUM_DTYPE) != np.frombuffer(self.found, CHECKSUM_DTYPE)
+        return [int(index) for index in np.flatnonzero(differs)]

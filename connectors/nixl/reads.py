@@ -105,4 +105,4 @@ class ReadQueue:
         has_prompts_end = load.first_block + active.num_blocks == len(load.reference.block_ids)
         if active.is_read and has_prompts_end and num_tokens_in_last:
             self._memory.clear_behind(load.block_ids[-1], num_tokens_in_last)
-        active.found.append(self._memory.get_checksums(self._piece))
+        active.found += self._memory.get_checksums(self._piece).tobytes()

@@ -122,6 +122,8 @@ class TransferThread:
                 self._serve(self._side)
             self._channels.receive_into(self._consumer)
             self._consumer.advance()
+            if self._consumer.is_waiting_for_word:  # it has mostly come during the read
+                self._channels.receive_into(self._consumer)
         except Exception:
             logger.exception("KV transfers failed in an unforeseen way; those under way are given up")
             self._report.count_failure("internal")

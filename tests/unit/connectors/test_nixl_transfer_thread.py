@@ -83,3 +83,26 @@ def test_descriptors_that_select_does_not_take_cost_the_wait(
     monkeypatch.setattr(transfer_thread.time, "sleep", slept.append)
     thread._wait(0.0001)
     assert slept == [0.0001]
+
+
+@pytest.mark.parametrize("lacks_word", [False, True])
+def test_an_answer_that_came_during_the_read_is_heard_in_the_same_turn(
+    sockets: Sockets, wake_up: WakeUp, lacks_word: bool
+) -> None:
+    heard: list[str] = []
+
+    class Consumer:
+        wants_to_run, is_waiting_for_read, pause_s, next_due = True, False, 0.0, None
+        is_waiting_for_word = lacks_word
+
+        def advance(self) -> None:
+            heard.append("read")
+
+    class Channels:
+        def receive_into(self, consumer: Consumer) -> None:
+            heard.append("messages")
+
+    parts = {"agent": None, "consumer": Consumer(), "channels": Channels(), "side": None}
+    thread = TransferThread(sockets, wake_up, **parts, report=TransferReport(), clock=time.monotonic)  # type: ignore[arg-type]
+    thread._turn()
+    assert heard == ["messages", "read", *(["messages"] if lacks_word else [])]
