@@ -81,7 +81,7 @@ class RedisStore:
         try:
             there, missing = self._divide(blocks)
             results = {block.key.digest: WriteResult(was_there=True) for block in there}
-            for block, failure in zip(missing, self._set(missing, there), strict=True):
+            for block, failure in self._set(missing, there):
                 results[block.key.digest] = WriteResult(failure)
         except ExchangeError as error:
             rest = WriteResult(error.failure)
@@ -98,16 +98,17 @@ class RedisStore:
 
     def _divide(self, blocks: Sequence[SealedBlock]) -> tuple[list[SealedBlock], list[SealedBlock]]:
         """Those that are there whole, and the others, in one round trip."""
-        with self._server.exchange(
-            [Command(b"STRLEN", self._names.of(block.key.digest)) for block in blocks]
-        ) as channels:
+        questions = [Command(b"STRLEN", self._names.of(block.key.digest)) for block in blocks]
+        with self._server.exchange(questions) as channels:
             # A key that holds no string, or a question that was refused: the write will tell.
             are_there = [channel.read_number() == self._format.value_bytes for channel in channels]
         there = [block for block, is_there in zip(blocks, are_there, strict=True) if is_there]
         return there, [block for block, is_there in zip(blocks, are_there, strict=True) if not is_there]
 
-    def _set(self, missing: Sequence[SealedBlock], there: Sequence[SealedBlock]) -> Iterator[Failure | None]:
-        """Send ``missing``, for each of which there is a result; ``there`` lives on for another TTL."""
+    def _set(
+        self, missing: Sequence[SealedBlock], there: Sequence[SealedBlock]
+    ) -> Iterator[tuple[SealedBlock, Failure | None]]:
+        """Send ``missing``, one by one with what became of it; ``there`` lives on for another TTL."""
         expiry: tuple[bytes, ...] = ()
         renewals = []
         if self._ttl is not None:
@@ -117,11 +118,11 @@ class RedisStore:
         with self._server.exchange([*renewals, *commands]) as channels:
             for channel in channels[: len(renewals)]:
                 channel.read_number()
-            for channel in channels[len(renewals) :]:
+            for channel, block in zip(channels[len(renewals) :], missing, strict=True):
                 failure = channel.read_ok()
                 if failure is not None and failure.kind == "moved":
                     self._server.note_move()
-                yield failure
+                yield block, failure
 
     def _read_block(self, channel: Channel, block: BlockTransfer, memory: BlockMemory) -> Failure | None:
         failure: Failure | None

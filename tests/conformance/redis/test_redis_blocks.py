@@ -82,8 +82,11 @@ def test_ttl_runs_from_the_last_use(make_engine, client: redis.Redis) -> None:
     assert all(900 < life <= 1000 for life in lives())
     decode.load("d", PROMPT)
     assert all(1900 < life <= 2000 for life in lives())
+    prefill.send("all there", PROMPT)
+    assert all(900 < life <= 1000 for life in lives())
+    assert decode.load("e", PROMPT) == len(PROMPT)
     client.delete(name_of(prefill, 2))
-    prefill.send("again", PROMPT)
+    prefill.send("one gone", PROMPT)
     assert all(900 < life <= 1000 for life in lives())
 
 
