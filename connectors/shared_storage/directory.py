@@ -11,6 +11,9 @@ Engines on several machines may share the directory. Nothing here needs locks, m
 a rename is atomic, two writers of one key publish equal bytes, and a file that disappears is a miss. Whoever moves a
 file to ``tmp`` owns it; a reader that had it open may see it change, which its checksum tells. The root is made
 once, at start; when somebody removes it later it is not made again, for `pdserve up` removes its own at exit.
+
+Blocks are regular files. What else somebody puts in the place of one (a link, a pipe, a device) is never followed,
+waited for or written to; the next save of that block replaces it.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ _SUFFIX = ".kv"
 _HEX_DIGITS = "0123456789abcdef"
 _STALE_TEMP_S = 600.0
 _TOUCH_AFTER_S = 10.0
+# A pipe would keep whoever opens it waiting for its other end; for regular files it makes no difference.
+_OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class BlockDirectory:
     def has(self, key: BlockKey) -> bool:
         """Whether a whole file for ``key`` is there now; what cannot be read counts as absent."""
         try:
-            return os.stat(self._path_of(key)).st_size == self.file_bytes
+            return os.lstat(self._path_of(key)).st_size == self.file_bytes
         except OSError:
             return False
 
@@ -114,11 +119,13 @@ class BlockDirectory:
         """`has`, and note the use so that eviction spares the file."""
         path = self._path_of(key)
         try:
-            found = os.stat(path)
+            found = os.lstat(path)
         except OSError:
             return False
+        if found.st_size != self.file_bytes:
+            return False
         self._touch(path, found)
-        return found.st_size == self.file_bytes
+        return True
 
     def note_use(self, fd: int, found: os.stat_result) -> None:
         """The file was read: eviction spares it."""
@@ -127,7 +134,7 @@ class BlockDirectory:
     def is_file_of(self, key: BlockKey, found: os.stat_result) -> bool:
         """Whether the file that was ``found`` is ``key``'s now; it is not after it was evicted or replaced."""
         try:
-            return os.path.samestat(os.stat(self._path_of(key)), found)
+            return os.path.samestat(os.lstat(self._path_of(key)), found)
         except OSError:
             return False
 
@@ -138,7 +145,7 @@ class BlockDirectory:
         Raises:
             OSError: FileNotFoundError when it is not there.
         """
-        fd = os.open(self._path_of(key), os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(self._path_of(key), os.O_RDONLY | _OPEN_FLAGS)
         try:
             yield fd
         finally:
@@ -160,7 +167,7 @@ class BlockDirectory:
             None when it is gone, or cannot be written to and was removed.
         """
         path = self._name_temp(key)
-        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | _OPEN_FLAGS
         if file.size_bytes != self.file_bytes:
             flags |= os.O_TRUNC
         try:

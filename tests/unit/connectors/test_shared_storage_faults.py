@@ -66,6 +66,39 @@ def test_a_truncated_file_is_a_miss_and_a_reported_failure(make_engine, store: P
 
 
 @pytest.mark.parametrize(
+    "plant", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.symlink_to("/dev/zero")]
+)
+def test_what_is_no_file_is_a_failure_at_once_and_is_replaced(make_engine, store: Path, plant) -> None:
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    prefill.send("p", PROMPT)
+    path = path_of(prefill, store)
+
+    def replace() -> None:
+        path.unlink()
+        plant(path)
+
+    assert load_damaged(decode, replace) == BAD * S
+    assert decode.stats.failures == {"io": 1}
+    assert decode.load("next", PROMPT) == BAD * S
+    assert prefill.send("again", PROMPT)
+    assert decode.load("last", PROMPT) == len(PROMPT)
+
+
+def test_a_link_out_of_the_store_leads_nowhere(make_engine, store: Path, tmp_path: Path) -> None:
+    """Also to a good block: whose file it is, is not ours to say, and using it would touch it."""
+    prefill, decode = make_engine("prefill"), make_engine("decode")
+    prefill.send("p", PROMPT)
+    path, outside = path_of(prefill, store), tmp_path / "outside"
+    path.rename(outside)
+    os.utime(outside, (1.0, 1.0))
+    path.symlink_to(outside)
+    assert decode.load("d", PROMPT) == BAD * S
+    assert prefill.send("again", PROMPT)
+    assert not path.is_symlink()
+    assert outside.stat().st_mtime == 1.0
+
+
+@pytest.mark.parametrize(
     ("offset", "kind"),
     [
         (0, "corrupt"),  # magic
