@@ -1,4 +1,4 @@
-"""Graphs' sizes, padding and copies, in Triton's interpreter; what CUDA records is a function called again here."""
+"""Graphs' sizes, padding and copies; where there is no GPU, Triton interprets and a graph calls its function again."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from pdserve.kernels.decoder import DecoderShape, LayerWeights
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
+from pdserve.kernels.gpu.graph_decoder import Capture, CudaCapture
 from pdserve.kernels.gpu.triton_backend import TritonBackend
 
 BF16 = torch.bfloat16
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_LAYERS, HIDDEN, INNER, BLOCK_SIZE = 1, 32, 48, 16
 SHAPE = DecoderShape(num_heads=4, num_kv_heads=2, head_dim=16, rms_norm_eps=1e-5)
+
+
+def capture_by_calling(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    result = run()
+    return lambda: result.copy_(run()), result
 
 
 class Recorder:
@@ -26,17 +32,18 @@ class Recorder:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
+        self._capture: Capture = CudaCapture() if DEVICE.type == "cuda" else capture_by_calling
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        result = run()
+        replay, result = self._capture(run)
         num_rows = result.shape[0]
         self.events.append(("capture", num_rows))
 
-        def replay() -> None:
+        def write_down_and_replay() -> None:
             self.events.append(("replay", num_rows))
-            result.copy_(run())
+            replay()
 
-        return replay, result
+        return write_down_and_replay, result
 
 
 class Watcher:
@@ -57,7 +64,7 @@ class Models:
         generator = torch.Generator().manual_seed(0)
 
         def tensor(*size: int) -> Tensor:
-            return torch.randn(*size, generator=generator).to(BF16)
+            return torch.randn(*size, generator=generator).to(DEVICE, BF16)
 
         def build_layer(backend: TritonBackend) -> LayerWeights:
             heads = SHAPE.num_heads * SHAPE.head_dim
@@ -74,20 +81,20 @@ class Models:
             )
 
         self.recorder = Recorder()
-        plain, graphs = TritonBackend(BF16, CPU), TritonBackend(BF16, CPU, capture=self.recorder)
+        plain, graphs = TritonBackend(BF16, DEVICE), TritonBackend(BF16, DEVICE, capture=self.recorder)
         layers = [build_layer(plain) for _ in range(NUM_LAYERS)]
         final_norm = tensor(HIDDEN)
         self.decoders = [backend.build_decoder(layers, final_norm, SHAPE) for backend in (plain, graphs)]
         pool = torch.randn(24, NUM_LAYERS, 2, SHAPE.num_kv_heads, BLOCK_SIZE, SHAPE.head_dim, generator=generator)
-        self.pools = [pool.to(BF16) for _ in self.decoders]
+        self.pools = [pool.to(DEVICE, BF16, copy=True) for _ in self.decoders]
 
     def run(self, query_lens: list[int], seq_lens: list[int], on_layer: Watcher | None = None) -> None:
         """The same step with both: equal results, equal memory."""
         blocks = [list(range(3 * r, 3 * r + 3)) for r in range(len(seq_lens))]
         metadata = AttentionMetadata.build(query_lens, seq_lens, blocks, BLOCK_SIZE)
         generator = torch.Generator().manual_seed(sum(seq_lens))
-        residual = torch.randn(sum(query_lens), HIDDEN, generator=generator).to(BF16)
-        angles = torch.rand(sum(query_lens), SHAPE.head_dim // 2, generator=generator)
+        residual = torch.randn(sum(query_lens), HIDDEN, generator=generator).to(DEVICE, BF16)
+        angles = torch.rand(sum(query_lens), SHAPE.head_dim // 2, generator=generator).to(DEVICE)
         cos, sin = angles.cos(), angles.sin()
         rotation = Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
         expected, actual = (
@@ -111,8 +118,8 @@ def test_decode_steps_are_replayed_padded_to_the_next_size() -> None:
 def test_a_result_is_the_callers_own() -> None:
     models = Models()
     metadata = AttentionMetadata.build([1], [5], [[0]], BLOCK_SIZE)
-    rotation = Rotation(torch.ones(1, SHAPE.head_dim), torch.zeros(1, SHAPE.head_dim))
-    residuals = [torch.full((1, HIDDEN), value, dtype=BF16) for value in (1.0, 2.0, -3.0)]
+    rotation = Rotation(*(torch.full((1, SHAPE.head_dim), value, device=DEVICE) for value in (1.0, 0.0)))
+    residuals = [torch.full((1, HIDDEN), value, dtype=BF16, device=DEVICE) for value in (1.0, 2.0, -3.0)]
     results = [models.decoders[1].forward(x, metadata, rotation, models.pools[1], None) for x in residuals]
     kept = results[1].clone()
     models.decoders[1].forward(residuals[2].neg(), metadata, rotation, models.pools[1], None)
