@@ -151,13 +151,13 @@ def measure_nixl(work: Work, ring: BlockRing) -> None:
 
 
 @contextlib.contextmanager
-def file_store() -> Iterator[BlockStore]:
-    """Files in shared memory, where there is some."""
+def file_store(max_bytes: int | None) -> Iterator[BlockStore]:
+    """Files in shared memory, where there is some; with a limit, blocks are soon written over old files."""
     shared_memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None) as root:
         block_format = BlockFormat(IDENTITY, SPEC)
         directory = BlockDirectory(Path(root), block_format.value_bytes)
-        yield FileStore(directory, block_format, CapacityKeeper(directory, max_bytes=None, min_age_s=60.0))
+        yield FileStore(directory, block_format, CapacityKeeper(directory, max_bytes=max_bytes, min_age_s=0.0))
 
 
 @contextlib.contextmanager
@@ -180,8 +180,13 @@ def main() -> None:
     source.fill()
     measure_memory(work, ring, source)
     measure_nixl(work, ring)
-    for name, open_store in (("shared_storage", file_store), ("redis, client", redis_store)):
-        with open_store() as store:
+    stores = {
+        "shared_storage, new files": file_store(None),
+        "shared_storage, full": file_store(2 * NUM_BLOCKS * SPEC.block_bytes),
+        "redis, client": redis_store(),
+    }
+    for name, opened in stores.items():
+        with opened as store:
             measure_store(work, name, store, ring)
     memcpy_s = work.least_s["memcpy"]
     rows = [["processor time", "ms", "memcpy = 1"]]

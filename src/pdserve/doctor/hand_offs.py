@@ -12,7 +12,7 @@ from pdserve.protocol import Role
 
 _PLACES = ("path", "host", "port", "server_url", "shm_name", "namespace", "key_prefix")
 """Options of connectors that say where KV lies: those that must be the same on both sides."""
-_LEASES = {"nixl": ("lease_s", 60.0), "shared_storage": ("min_age_s", 60.0)}
+_LEASES = {"nixl": ("lease_s", 60.0)}
 """Option and default of the time for which a connector keeps what it handed out."""
 _FAILURE = re.compile(r'pdserve_kv_transfer_failures_total\{.*kind="([^"]+)"')
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")

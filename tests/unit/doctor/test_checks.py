@@ -232,7 +232,11 @@ WRONG = [
         ),
         "7 transfers failed (corrupt)",
     ),
-    ("leases", lambda: with_instance(Role.PREFILL, about_connector_options={"min_age_s": "0.5"}), "keeps KV for 0.5 s"),
+    (
+        "leases",
+        lambda: with_instance(Role.PREFILL, about_connector="nixl", about_connector_options={"lease_s": "0.5"}),
+        "keeps KV for 0.5 s",
+    ),
     ("clocks", lambda: with_instance(Role.DECODE, clock_offset_s=(-3.2, -3.01)), "3.0 s behind the router's"),
     (
         "clocks",
