@@ -299,7 +299,7 @@ class Consumer:
         peer.channel.send(wire.Open(active.transfer_id, active.load.digest, peer.remote.is_one_sided))
 
     def _read_on(self) -> None:
-        """Read for a moment: several pieces where each is a copy in memory, one look where it is on a network."""
+        """Read for a moment: pieces of one load where each is a copy in memory, one look where it is on a network."""
         began = self._clock()
         while self._reads:
             active = self._reads.first
@@ -314,7 +314,7 @@ class Consumer:
                 self._take_piece(peer, active)
             now, pause_s = self._clock(), self.pace.get_pause_s()
             self._read_again_at = now + pause_s
-            if not has_piece or pause_s or now - began >= _READING_S:
+            if not has_piece or active.is_read or pause_s or now - began >= _READING_S:
                 return
 
     def _take_piece(self, peer: Peer, active: ActiveLoad) -> None:
@@ -331,7 +331,7 @@ class Consumer:
         active = peer.loads.get(message.transfer_id)
         if active is None:
             return  # the load was cancelled meanwhile
-        if not active.take_answer(message.checksums):
+        if not active.take_answer(message.lease_s, message.checksums):
             self._report.count_failure("protocol")
         elif active.phase is Phase.CONFIRMING:
             self._confirm(peer, active)

@@ -109,16 +109,15 @@ class ActiveLoad:
         """The producer is being asked for the lease."""
         self.asked_at, self.ask_at = now, math.inf
 
-    def take_answer(self, checksums: bytes) -> bool:
+    def take_answer(self, lease_s: float, checksums: bytes) -> bool:
         """The producer has granted the lease; False when it was not asked.
 
         The lease counts from the question: the producer's began later, and its clock runs as fast as this one.
         """
         if self.asked_at is None:
             return False
-        reference = self.load.reference
-        self.held_until = self.asked_at + reference.lease_s
-        self.ask_at = self.asked_at + reference.extension_interval_s
+        self.held_until = self.asked_at + lease_s
+        self.ask_at = self.asked_at + self.load.reference.extension_interval_s
         self.asked_at = None
         self.expected = checksums
         return True

@@ -197,7 +197,7 @@ class Producer:
         checksums = self._checksums.get(transfer_id)
         if checksums is not None and lease.reader is not None and transfer_id in self._unanswered:
             self._unanswered.remove(transfer_id)
-            self._reply(lease.reader, wire.Opened(transfer_id, checksums))
+            self._reply(lease.reader, wire.Opened(transfer_id, self._leases.lease_s, checksums))
 
     def _end(self, lease: Lease, *, ok: bool, num_bytes: int = 0) -> None:
         if lease.reader is not None and not ok:

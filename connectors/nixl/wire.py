@@ -8,9 +8,9 @@
       Extend(transfers) ───────────────────>   now and then, from the moment a request is queued
       Open(transfer, digest) ──────────────>   the transfer is this consumer's; its lease begins anew
         reads the blocks meanwhile
-      <───────── Opened(checksums) or Refused   as soon as the checksums are known
+      <─ Opened(lease, checksums) or Refused   as soon as the checksums are known
       Open(transfer, digest) ──────────────>   again and again while it reads
-      <───────── Opened(checksums) or Refused
+      <─ Opened(lease, checksums) or Refused
       Close(transfer) ─────────────────────>   it has read them all; not answered
       Cancel(transfer) ────────────────────>   instead of Open or Close: the blocks are free
 
@@ -89,14 +89,16 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """Answers Open: the lease is the consumer's, for its whole length from when Open was received.
+    """Answers Open: the lease is the consumer's.
 
     Attributes:
         transfer_id: which.
+        lease_s: for how long, from when Open was received.
         checksums: xxh3_64 of each of the prompt's blocks, little-endian, one after the other.
     """
 
     transfer_id: str
+    lease_s: float
     checksums: bytes
 
 

@@ -176,7 +176,7 @@ class Desk:
     def grant(self, name: str = "d") -> None:
         """The producer's word that the lease is the consumer's, with its checksums."""
         checksums = self.their_memory.get_checksums(THEIRS).tobytes()
-        self.consumer.receive(PRODUCER, wire.Opened(f"g#0-{name}", checksums))
+        self.consumer.receive(PRODUCER, wire.Opened(f"g#0-{name}", LEASE_S, checksums))
 
     def grant_what_was_asked(self) -> None:
         for message in self.sent:
@@ -255,7 +255,7 @@ def test_what_lies_behind_the_prompts_end_is_zeroed_before_it_counts(desk: Desk)
     desk.theirs[THEIRS[-1], :, :, :, 1:] = float("nan")
     desk.start()
     desk.read_all()
-    desk.consumer.receive(PRODUCER, wire.Opened("g#0-d", checksums))
+    desk.consumer.receive(PRODUCER, wire.Opened("g#0-d", LEASE_S, checksums))
     assert desk.take().finished_receiving == {"d"}
     assert (desk.mine[OURS[-1], :, :, :, 1:] == 0).all()
 
@@ -278,7 +278,7 @@ def test_the_checksum_is_of_the_bytes_that_arrived(desk: Desk) -> None:
     desk.theirs[THEIRS[2], 0, 0, 0, 0, 0] += 1
     desk.start()
     desk.read_all()
-    desk.consumer.receive(PRODUCER, wire.Opened("g#0-d", checksums))
+    desk.consumer.receive(PRODUCER, wire.Opened("g#0-d", LEASE_S, checksums))
     assert desk.take().failed_receiving == {"d": 2 * S}
     assert desk.are_wiped([OURS[2]])
 
@@ -287,7 +287,7 @@ def test_the_checksum_is_of_the_bytes_that_arrived(desk: Desk) -> None:
 def test_checksums_of_a_wrong_number_verify_nothing(desk: Desk, checksums: bytes) -> None:
     desk.start()
     desk.read_all()
-    desk.consumer.receive(PRODUCER, wire.Opened("g#0-d", checksums))
+    desk.consumer.receive(PRODUCER, wire.Opened("g#0-d", LEASE_S, checksums))
     assert desk.take().failed_receiving == {"d": 0}
     assert desk.are_wiped(OURS)
 
@@ -363,7 +363,7 @@ def test_unknown_late_and_duplicate_messages_change_nothing(desk: Desk) -> None:
     desk.grant()
     desk.grant("unknown")
     desk.refuse("expired", "unknown")
-    desk.consumer.receive(Endpoint("tcp://127.0.0.1:9", "x"), wire.Opened("t", b""))
+    desk.consumer.receive(Endpoint("tcp://127.0.0.1:9", "x"), wire.Opened("t", LEASE_S, b""))
     desk.consumer.lose(Endpoint("tcp://127.0.0.1:9", "x"), "whatever")
     desk.consumer.cancel("unknown")
     assert desk.take() == ConnectorOutput(stats=ConnectorStats(failures={"protocol": 1}))
@@ -545,7 +545,6 @@ def test_loads_that_wait_for_their_turn_are_not_late(desk: Desk) -> None:
         desk.consumer.advance()
     assert desk.take().finished_receiving == {"d"}
     desk.network.is_slow = False
-    desk.network.arrive()
     desk.read_all()
     desk.grant_what_was_asked()
     assert desk.take().finished_receiving == {"e"}

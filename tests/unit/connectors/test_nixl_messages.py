@@ -139,7 +139,7 @@ def test_wire_messages_come_back_as_they_went() -> None:
         assert wire.decode_consumer_message(wire.encode(message)) == message
     for answer in (
         wire.Welcome("g", identity, b"agent", region),
-        wire.Opened("t", b"sums"),
+        wire.Opened("t", 60.0, b"sums"),
         wire.Refused("", "k", "r"),
     ):
         assert wire.decode_producer_message(wire.encode(answer)) == answer

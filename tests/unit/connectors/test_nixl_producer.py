@@ -95,7 +95,7 @@ def test_a_whole_transfer(desk: Desk) -> None:
     (opened,) = desk.say(wire.Open(offer.transfer_id, b"prompt"))
     rows = desk.kv_cache.view(torch.int16).reshape(8, -1).numpy()
     expected = [xxhash.xxh3_64_intdigest(rows[block_id].tobytes()) for block_id in (4, 2, 6)]
-    assert opened == wire.Opened(offer.transfer_id, np.array(expected, dtype="<u8").tobytes())
+    assert opened == wire.Opened(offer.transfer_id, LEASE_S, np.array(expected, dtype="<u8").tobytes())
     assert desk.take_sent() == {}
     assert desk.say(wire.Close(offer.transfer_id, 2)) == []
     output = desk.report.take([])
