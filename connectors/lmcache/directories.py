@@ -51,6 +51,12 @@ class EngineDirectories:
             self.disk = options.local_disk_path / f"pdserve-{os.getpid()}-{token}"
             _make(self.disk)
 
+    def restore(self) -> None:
+        """Make them again where somebody has emptied what they lie in. What they lie in is not made again."""
+        for path in filter(None, (self.temp, self.disk)):
+            with contextlib.suppress(OSError):
+                path.mkdir(mode=0o700)
+
     def remove(self) -> None:
         """Remove both with what is in them; idempotent."""
         for path in filter(None, (self.temp, self.disk)):

@@ -83,6 +83,7 @@ class LMCacheStore:
     def write(self, blocks: Sequence[SealedBlock]) -> list[WriteResult]:
         """Ask which are shared already, send the others to all tiers, and wait for the shared one."""
         deadline = time.monotonic() + self._timeout_s
+        self._directories.restore()
         try:
             are_stored = self._calls.run(functools.partial(self._find_stored, blocks), self._timeout_s)
         except CallFailedError as error:

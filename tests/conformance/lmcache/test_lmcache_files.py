@@ -83,6 +83,17 @@ def test_two_engines_that_write_one_block_write_to_two_places(
     assert temps[0].parent != temps[1].parent
 
 
+def test_a_directory_that_somebody_emptied_is_filled_again(make_engine: Any, store: Path, tmp_path: Path) -> None:
+    tiers = {"local_disk_path": str(tmp_path / "disk")}
+    prefill, decode = make_engine("prefill", **tiers), make_engine("decode", **tiers)
+    assert prefill.send("p", PROMPT)
+    for path in (*store.iterdir(), *(tmp_path / "disk").iterdir()):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert decode.load("d", PROMPT) == 0
+    assert prefill.send("again", PROMPT)
+    assert decode.load("next", PROMPT) == len(PROMPT)
+
+
 def test_what_is_stored_is_not_written_again(make_engine: Any, store: Path) -> None:
     prefill = make_engine("prefill")
     prefill.send("p", PROMPT)
@@ -151,7 +162,7 @@ class TestTiers:
         for path in (tmp_path / "tier").glob("*/*.pt"):
             path.write_bytes(bytes(path.stat().st_size))
         assert prefill.load("q", PROMPT) == 0
-        assert prefill.stats.failures == {"corrupt": 1}
+        assert set(prefill.stats.failures) == {"corrupt"}  # one for each reader that takes part
 
     def test_a_cpu_tier_that_is_full_evicts(self, make_engine: Any) -> None:
         prompt = list(range(40 * S))
@@ -203,23 +214,23 @@ class TestTrouble:
         decode = make_engine("decode", timeout_s=0.2)
         decode.submit("d", PROMPT)
         promised = decode.lookup("d").num_tokens
-        gate, has_returned = threading.Event(), threading.Event()
+        gate, returned = threading.Event(), threading.Semaphore(0)
         retrieve = cache_engine.CacheEngine.retrieve
 
         def hang(*args: Any) -> None:
             gate.wait()
             retrieve(*args)
-            has_returned.set()
+            returned.release()
 
         monkeypatch.setattr(cache_engine.CacheEngine, "retrieve", hang)
         decode.admit("d", promised)
         decode.step_until(lambda: "d" in decode.received)
         assert decode.received["d"] == 0
-        assert decode.stats.failures == {"timeout": 1}
+        assert set(decode.stats.failures) == {"timeout"}
         # The blocks are others' now; the harness watches them, and the late call must not write there.
         decode.finish("d")
         gate.set()
-        assert has_returned.wait(10)
+        assert all(returned.acquire(timeout=30) for _ in range(decode.stats.failures["timeout"]))
         decode.memory.check_free_blocks()
 
     def test_a_write_that_hangs_is_a_failure_and_the_next_ones_go(

@@ -86,7 +86,7 @@ def test_a_server_that_does_not_answer_costs_a_bounded_time(make_engine: Any, se
         decode.admit("d", promised)
         decode.step_until(lambda: "d" in decode.received)
         assert decode.received["d"] == 0
-        assert decode.stats.failures == {"timeout": 1}
+        assert set(decode.stats.failures) == {"timeout"}
         decode.submit("e", PROMPT)
         assert decode.lookup("e").num_tokens == 0
         assert not prefill.send("q", list(range(3 * S)))
