@@ -1,7 +1,7 @@
 """The order in which blocks are read: one load after the other, a piece at a time.
 
-In between pieces the loop hears of cancellations and sends signs of life, and a piece is small enough for its bytes
-to be in the processor's cache still when their checksums are computed. Lives on the transfer thread.
+A piece is small enough for its bytes to be in the processor's cache still when their checksums are computed, right
+after the read. Lives on the transfer thread.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     Attributes:
         transfer_id: which.
         digest: identity of the prompt that the consumer wants.
-        is_one_sided: its reads need nothing from the producer's side; they do not over a network, and the first one.
+        is_one_sided: the consumer's reads need nothing from the producer's side; over a network they do, and the first.
     """
 
     transfer_id: str
