@@ -85,7 +85,7 @@ $(VENV)/.installed: pyproject.toml Makefile
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing what tests need …"
-	@$(PIP) install --editable '.[test]'
+	@$(PIP) install --editable '.[test,gpu]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

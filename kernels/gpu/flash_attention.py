@@ -137,8 +137,8 @@ def _require_taken(kv_cache: Tensor) -> None:
 
 
 def _build_groups(metadata: AttentionMetadata, device: torch.device) -> list[_Group]:
-    starts = np.asarray(metadata.query_start_loc, dtype=np.int64)
-    seq_lens_R = np.asarray(metadata.seq_lens, dtype=np.int32)
+    starts = metadata.query_start_loc_array
+    seq_lens_R = metadata.seq_lens_array.astype(np.int32)
     query_lens_R = np.diff(starts)
     groups = []
     for length in np.unique(query_lens_R):

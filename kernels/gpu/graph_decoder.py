@@ -117,7 +117,7 @@ class GraphDecoder:
     ) -> Tensor:
         """See `pdserve.kernels.decoder.FusedDecoder.forward`."""
         num_rows = residual_TD.shape[0]
-        if on_layer is not None or num_rows != len(metadata.seq_lens) or num_rows > MAX_ROWS:
+        if on_layer is not None or num_rows != len(metadata.seq_lens_array) or num_rows > MAX_ROWS:
             return self._loop.forward(residual_TD, metadata, rotation, kv_cache, on_layer)
         size = _Size.build(metadata, kv_cache)
         graph = self._graphs.get(size)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from pdserve.kernels.base import AttentionMetadata
 
@@ -32,8 +33,9 @@ class StepShape:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Elements of items, block table and slots."""
-        return self.num_items * ITEM_FIELDS, self.num_requests * self.table_width, self.num_tokens
+        """Elements of items, block table and slots, each beginning at an address that Triton takes as aligned."""
+        table = self.num_requests * self.table_width
+        return self.num_items * ITEM_FIELDS, table + table % 2, self.num_tokens
 
 
 class DeviceStep:
@@ -52,9 +54,7 @@ class DeviceStep:
     def __init__(self, shape: StepShape, device: torch.device) -> None:
         self._shape = shape
         self._flat = torch.empty(sum(shape.sizes), dtype=torch.int64, device=device)
-        items, table, self.slot_mapping = torch.split(self._flat, list(shape.sizes))
-        self.items = items.view(shape.num_items, ITEM_FIELDS)
-        self.block_table = table.view(shape.num_requests, shape.table_width)
+        self.items, self.block_table, self.slot_mapping = _split(self._flat, shape)
 
     @classmethod
     def build(cls, metadata: AttentionMetadata, tokens_per_item: int, device: torch.device) -> DeviceStep:
@@ -70,29 +70,38 @@ class DeviceStep:
         self._write(metadata, build_items(metadata, 1))
 
     def _write(self, metadata: AttentionMetadata, items: IntArray) -> None:
-        host: IntArray = np.zeros(self._flat.shape[0], dtype=np.int64)
-        bounds = np.cumsum(self._shape.sizes)
-        item_rows = host[: bounds[0]].reshape(self.items.shape)
-        table = host[bounds[0] : bounds[1]].reshape(self.block_table.shape)
-        slots = host[bounds[1] :]
-        item_rows[: len(items)] = items
-        spare_rows = np.arange(len(items), len(item_rows))
-        item_rows[len(items) :] = np.stack(np.broadcast_arrays(0, spare_rows, 1, -1), axis=1)
+        host = torch.zeros(self._flat.shape, dtype=torch.int64)
+        item_rows, table, slots = _split(host, self._shape)
+        item_rows[:, 1] = torch.arange(len(item_rows))
+        item_rows[:, 2] = 1
+        item_rows[:, 3] = -1
+        item_rows[: len(items)] = torch.from_numpy(items)
         num_requests, table_width = metadata.block_table.shape
-        table[:num_requests, :table_width] = metadata.block_table.numpy()
-        slots[:] = NO_SLOT
-        slots[: len(metadata.slot_mapping)] = metadata.slot_mapping.numpy()
-        self._flat.copy_(torch.from_numpy(host))
+        table[:num_requests, :table_width] = metadata.block_table
+        slots.fill_(NO_SLOT)
+        slots[: len(metadata.slot_mapping)] = metadata.slot_mapping
+        self._flat.copy_(host)
+
+
+def _split(flat: Tensor, shape: StepShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Items [I, 4], block table [R, M] and slots [T] as views of one tensor."""
+    items, table, slots = torch.split(flat, list(shape.sizes))
+    num_blocks = shape.num_requests * shape.table_width
+    return (
+        items.view(shape.num_items, ITEM_FIELDS),
+        table[:num_blocks].view(shape.num_requests, shape.table_width),
+        slots,
+    )
 
 
 def build_items(metadata: AttentionMetadata, tokens_per_item: int) -> IntArray:
     """[I, 4]: each request's tokens of this step, cut from its first one on."""
-    starts = np.asarray(metadata.query_start_loc, dtype=np.int64)
+    starts = metadata.query_start_loc_array
     counts = -(-np.diff(starts) // tokens_per_item)
     request_I = np.repeat(np.arange(len(counts)), counts)
     index_I = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     first_I = starts[request_I] + index_I * tokens_per_item
     stops_I = starts[request_I + 1]
     num_tokens_I = np.minimum(stops_I - first_I, tokens_per_item)
-    positions_I = np.asarray(metadata.seq_lens, dtype=np.int64)[request_I] - (stops_I - first_I)
+    positions_I = metadata.seq_lens_array[request_I] - (stops_I - first_I)
     return np.stack((request_I, first_I, num_tokens_I, positions_I), axis=1)

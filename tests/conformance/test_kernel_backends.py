@@ -44,7 +44,7 @@ def backend(request: pytest.FixtureRequest) -> KernelBackend:
 
 
 def build_interpreted(dtype: torch.dtype) -> KernelBackend:
-    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    pytest.importorskip("triton", reason="Triton is not installed: pdserve[gpu]")
     from pdserve.kernels.gpu.triton_backend import TritonBackend
 
     return TritonBackend(dtype, torch.device("cpu"))

@@ -10,7 +10,7 @@ from tiny_models import Session, build_reference, save
 
 from pdserve.engine.models import load_model
 
-pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+pytest.importorskip("triton", reason="Triton is not installed: pdserve[gpu]")
 
 from pdserve.kernels.gpu.triton_backend import TritonBackend
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+pytest.importorskip("triton", reason="Triton is not installed: pdserve[gpu]")
 
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pdserve.kernels.base import AttentionMetadata, Rotation
 from pdserve.kernels.decoder import DecoderShape, LayerWeights
 
-pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+pytest.importorskip("triton", reason="Triton is not installed: pdserve[gpu]")
 
 from pdserve.kernels.gpu.graph_decoder import Capture, CudaCapture
 from pdserve.kernels.gpu.triton_backend import TritonBackend

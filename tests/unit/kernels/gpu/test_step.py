@@ -28,6 +28,14 @@ def test_a_step_on_the_device_says_what_its_metadata_says() -> None:
     assert torch.equal(step.slot_mapping, metadata.slot_mapping)
 
 
+def test_all_parts_lie_at_aligned_addresses() -> None:
+    """A kernel would be compiled anew for others."""
+    step = DeviceStep.build(AttentionMetadata.build([1, 1, 1], [9, 7, 1], [[1, 2, 3], [4, 5], [0]], 4), 4, CPU)
+    assert step.block_table.shape == (3, 3)
+    start = step.items.data_ptr()
+    assert [(part.data_ptr() - start) % 16 for part in (step.block_table, step.slot_mapping)] == [0, 0]
+
+
 def test_a_step_filled_again_keeps_nothing_of_the_one_before() -> None:
     step = DeviceStep(StepShape(num_items=4, num_requests=4, num_tokens=4, table_width=3), CPU)
     address = step.items.data_ptr()
@@ -41,5 +49,5 @@ def test_a_step_filled_again_keeps_nothing_of_the_one_before() -> None:
 
 def test_a_step_larger_than_the_memory_is_refused() -> None:
     step = DeviceStep(StepShape(num_items=1, num_requests=1, num_tokens=1, table_width=1), CPU)
-    with pytest.raises(ValueError, match="broadcast"):
+    with pytest.raises(RuntimeError, match="must match"):
         step.fill(AttentionMetadata.build([1, 1], [1, 1], [[0], [1]], 4))
