@@ -104,7 +104,7 @@ class InputBatch:
             block_size=self._block_size,
             query_start_loc_array=np.array(starts, dtype=np.int64),
             seq_lens_array=seq_lens_R,
-            block_table_array=self._block_table[rows_R, :num_blocks],
+            block_table_array=np.ascontiguousarray(self._block_table[rows_R, :num_blocks]),
         )
         rows_T = rows_R if starts[-1] == len(rows) else np.repeat(rows_R, np.diff(metadata.query_start_loc_array))
         token_ids_T = self._token_ids[rows_T, metadata.positions.numpy()].astype(np.int64)

@@ -34,6 +34,8 @@ class AttentionMetadata:
         query_start_loc_array: R + 1 offsets into the packed tokens; request r owns ``[loc[r], loc[r + 1])``.
         seq_lens_array: R context lengths, this step's tokens included.
         block_table_array: [R, M] block ids of each request; behind its context, any block of the pool.
+
+    The arrays are int64 and contiguous.
     """
 
     block_size: int
