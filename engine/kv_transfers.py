@@ -30,11 +30,16 @@ from pdserve.engine.kv_cache_manager import KVCacheManager
 from pdserve.engine.metrics import EngineStats
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.errors import ConnectorError
-from pdserve.protocol import FinishReason, KVTransferParams, RequestOutput
+from pdserve.protocol import FinishReason, KVTransferParams, RequestOutput, WireError
 
 logger = logging.getLogger(__name__)
 
 NO_MATCH = MatchResult(0)
+LOAD_FAILED = WireError(
+    code="kv_transfer_failed",
+    message="the prompt's KV could not be loaded, and kv_load_failure_policy is 'fail'",
+    retryable=True,
+)
 
 
 @dataclass(slots=True)
@@ -82,6 +87,9 @@ class KVTransfers:
         connector: the connector's scheduler half.
         stats: counters.
         clock: monotonic seconds.
+
+    Attributes:
+        fails_requests: a load that fails ends its request, instead of being made good by computing.
     """
 
     def __init__(
@@ -93,7 +101,7 @@ class KVTransfers:
         clock: Callable[[], float],
     ) -> None:
         self._clock = clock
-        self._fail_on_load_failure = settings.kv_load_failure_policy == "fail"
+        self.fails_requests = settings.kv_load_failure_policy == "fail"
         self._kv_cache = kv_cache
         self._connector = connector
         self._stats = stats
@@ -156,7 +164,7 @@ class KVTransfers:
             return False
         for i, block_id in enumerate(self._kv_cache.get_block_ids(request.request_id)):
             if block_id in invalid_block_ids:
-                request.num_computed_tokens = min(request.num_computed_tokens, i * self._kv_cache.block_size)
+                request.note_lost(i * self._kv_cache.block_size)
                 request.add_event("kv_load_failed")
                 return True
         return False
@@ -168,7 +176,7 @@ class KVTransfers:
             return
         num_good_tokens = min(max(num_good_tokens, 0), load.num_tokens)
         whole = num_good_tokens == load.num_tokens
-        if not whole and self._fail_on_load_failure:
+        if not whole and self.fails_requests:
             update.failed.append(request)
             return
         if not whole:

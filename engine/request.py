@@ -147,6 +147,13 @@ class Request:
             self.num_external_tokens = num_tokens
             self.num_cached_tokens = min((self.num_cached_tokens or 0) + num_tokens, self.num_prompt_tokens)
 
+    def note_lost(self, num_good_tokens: int) -> None:
+        """Blocks behind the first ``num_good_tokens`` tokens were not filled after all: nothing of them was cached."""
+        num_local_tokens = (self.num_cached_tokens or 0) - self.num_external_tokens
+        self.num_computed_tokens = min(self.num_computed_tokens, num_good_tokens)
+        self.num_cached_tokens = min(self.num_cached_tokens or 0, num_good_tokens)
+        self.num_external_tokens = max(self.num_cached_tokens - num_local_tokens, 0)
+
     def note_chunk(self, num_computed_tokens: int, num_tokens: int) -> None:
         """A step computed ``num_tokens`` tokens behind ``num_computed_tokens``, some of them of the prompt."""
         self.add_event("prefill_chunk", num_tokens=num_tokens, num_computed_tokens=num_computed_tokens + num_tokens)

@@ -35,7 +35,7 @@ from pdserve.connectors.base import (
 from pdserve.engine.block_accounting import BlockHolding
 from pdserve.engine.config import SchedulerSettings
 from pdserve.engine.kv_cache_manager import KVCacheManager
-from pdserve.engine.kv_transfers import KVTransfers
+from pdserve.engine.kv_transfers import LOAD_FAILED, KVTransfers
 from pdserve.engine.metrics import EngineStats
 from pdserve.engine.policies import POLICIES
 from pdserve.engine.request import Request, RequestStatus
@@ -234,7 +234,11 @@ class Scheduler:
             if request is None:
                 continue  # aborted or failed since
             if invalid_block_ids and self._transfers.rewind_invalid(request, invalid_block_ids):
-                continue  # computed on blocks that a synchronous load did not fill: computed again
+                # Computed on blocks that a synchronous load did not fill; the runner may have a token of it.
+                self._runner_view.drop(request.request_id)
+                if self._transfers.fails_requests:
+                    outputs.append(self._finish(request, FinishReason.ERROR, error=LOAD_FAILED))
+                continue
             if item.request_id in result.failed:
                 error = WireError(code="engine_error", message=result.failed[item.request_id], retryable=True)
                 outputs.append(self._finish(request, FinishReason.ERROR, error=error))
@@ -402,12 +406,7 @@ class Scheduler:
         for request in update.loaded:
             bisect.insort(self._waiting, request, key=self._order)
             self._is_stalled = False
-        error = WireError(
-            code="kv_transfer_failed",
-            message="the prompt's KV could not be loaded, and kv_load_failure_policy is 'fail'",
-            retryable=True,
-        )
-        failed = [self._finish(r, FinishReason.ERROR, error=error) for r in update.failed]
+        failed = [self._finish(r, FinishReason.ERROR, error=LOAD_FAILED) for r in update.failed]
         return [*update.announced, *failed]
 
     def _finish(self, request: Request, reason: FinishReason, *, error: WireError | None = None) -> RequestOutput:

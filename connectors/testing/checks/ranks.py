@@ -5,6 +5,7 @@ from __future__ import annotations
 from pdserve.connectors.testing.bench import Bench
 from pdserve.connectors.testing.check import TRANSFER, Need, check, collect_checks
 from pdserve.connectors.testing.rank_pair import RankPair
+from pdserve.connectors.testing.violations import NotOfferedError
 
 STORE = (*TRANSFER, Need.STORE)
 
@@ -33,8 +34,12 @@ def ranks_that_disagree_take_the_minimum(bench: Bench) -> None:
     size = bench.block_size
     prompt = bench.make_prompt(4 * size)
     bench.hand_over(producer, prompt)
-    request_id, promised = bench.start_load(consumer, prompt, None)
+    request_id = bench.submit(consumer, prompt, None).request_id
+    promised = bench.look_up(consumer, request_id)
     bench.require(promised == len(prompt), f"{promised} of {len(prompt)} tokens are promised", "R2")
+    if not consumer.lookup(request_id).is_async:
+        raise NotOfferedError("a synchronous load is over before one rank could lose what another has")
+    consumer.admit(request_id, promised)
     with bench.blaming():
         pair.hold_second()
         bench.run_until(lambda: request_id in pair.reported_by_first, "the first rank's load never ended", "R12")
