@@ -1,6 +1,6 @@
 """Kernels in Triton for GPUs, attention by flash-attn, decode steps as CUDA graphs.
 
-Nothing outside this package imports it before a GPU is asked for: Triton need not be there otherwise.
+Before a GPU is asked for, only `requirements` is imported from outside: Triton need not be there otherwise.
 
 Rows don't depend on one another by construction. Each kernel has one compiled form for a model: what varies from step
 to step (rows, lengths) is a runtime argument that Triton does not specialise on, every sum runs over its inputs in

@@ -70,9 +70,15 @@ class _Graph:
     """The graph of one size, and the memory that it reads and writes."""
 
     def __init__(
-        self, size: _Size, loop: LayerLoop, kv_cache: Tensor, like: tuple[Tensor, Rotation], capture: Capture
+        self,
+        size: _Size,
+        loop: LayerLoop,
+        residual_TD: Tensor,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        capture: Capture,
     ) -> None:
-        residual_TD, rotation = like
+        """Memory like ``residual``'s and ``rotation``'s, for the size's number of rows, and a graph on it."""
         self._residual, self._cos, self._sin = (
             x.new_zeros(size.num_rows, x.shape[1]) for x in (residual_TD, rotation.cos_TH, rotation.sin_TH)
         )
@@ -85,8 +91,10 @@ class _Graph:
         self._replay, self._hidden = capture(lambda: loop.run(self._residual, plan, padded_rotation, kv_cache))
 
     def run(self, residual_RD: Tensor, metadata: AttentionMetadata, rotation: Rotation) -> Tensor:
+        """Replay the graph for a step that is no larger; [R, D], the caller's own."""
         num_rows = residual_RD.shape[0]
         self._residual[:num_rows].copy_(residual_RD)
+        self._residual[num_rows:] = 0
         self._cos[:num_rows].copy_(rotation.cos_TH)
         self._sin[:num_rows].copy_(rotation.sin_TH)
         self._step.fill(metadata)
@@ -124,7 +132,7 @@ class GraphDecoder:
         if graph is not None:
             return graph.run(residual_TD, metadata, rotation)
         hidden_TD = self._loop.forward(residual_TD, metadata, rotation, kv_cache, None)
-        self._graphs[size] = _Graph(size, self._loop, kv_cache, (residual_TD, rotation), self._capture)
+        self._graphs[size] = _Graph(size, self._loop, residual_TD, rotation, kv_cache, self._capture)
         return hidden_TD
 
 
