@@ -329,7 +329,8 @@ class KVConnectorWorker(Protocol):
         ``metadata`` is all the step's message: what `wait_for_save` needs is kept from here. A step whose
         forward pass failed has no `wait_for_save`; what it was to save is dropped at the next call.
         Blocks of asynchronous loads belong to the connector until their end is reported. A synchronous load
-        is done when this (or `wait_for_layer_load`, if layerwise) returns.
+        is done when this (or `wait_for_layer_load`, if layerwise) returns. Where it could not fill a block, the step
+        computes on garbage and is done again: of that request nothing is saved in this step.
         """
         ...
 
