@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -52,6 +53,10 @@ def test_the_first_gpu_is_taken(gpu: Callable[[tuple[int, int]], None], monkeypa
 
 
 def test_a_missing_or_old_flash_attn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_nothing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(requirements, "version", find_nothing)
     with pytest.raises(ConfigError, match="the package flash-attn is missing"):
         require_flash_attn()
     monkeypatch.setattr(requirements, "version", lambda _: "2.5.9.post1")
