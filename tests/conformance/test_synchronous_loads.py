@@ -37,11 +37,11 @@ class SyncWorker(MemoryWorker):
         self._num_loads = 0
 
     def start_load_kv(self, metadata: StepMetadata) -> None:
-        for load in metadata.loads:
-            self._fill(load)
-        super().start_load_kv(StepMetadata(loads=[], saves=metadata.saves))
+        lost = {load.request_id for load in metadata.loads if not self._fill(load)}
+        saves = [save for save in metadata.saves if save.request_id not in lost]
+        super().start_load_kv(StepMetadata(loads=[], saves=saves))
 
-    def _fill(self, load: LoadRequest) -> None:
+    def _fill(self, load: LoadRequest) -> bool:
         self._num_loads += 1
         for index, block in enumerate(load.blocks):
             is_lost = self._fails and self._num_loads % 3 == 0 and index > 0
@@ -49,7 +49,8 @@ class SyncWorker(MemoryWorker):
             if failure is not None:
                 self._report.stats.count_failure(failure)
                 self._report.invalid_block_ids.update(bad.block_id for bad in load.blocks[index:])
-                return
+                return False
+        return True
 
 
 class SyncConnector(MemoryConnector):
