@@ -63,6 +63,7 @@ class PoolMemory:
     def clear_behind(self, block_id: int, num_tokens: int) -> None:
         """Zero a block's slots from ``num_tokens`` on: what others left there does not travel."""
         self._blocks[block_id, :, :, :, num_tokens:] = 0
+        self._wait_for_device()
 
     def wipe(self, block_ids: Iterable[int]) -> None:
         """Zero blocks that unverified bytes were read into.
@@ -71,6 +72,12 @@ class PoolMemory:
         """
         for block_id in block_ids:
             self._rows[block_id] = 0
+        self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
+        """A GPU writes after the call that asks for it; NIXL reads and writes behind its back."""
+        if self._host_rows is None:
+            torch.cuda.current_stream(self._blocks.device).synchronize()
 
     def _get_bytes(self, block_id: int) -> memoryview:
         if self._host_rows is not None:
