@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
@@ -23,17 +24,16 @@ class BatchHistogram(Collector):
     def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
         self._name = name
         self._text = text
-        self._bounds = np.array(buckets)
-        self._counts = np.zeros(len(buckets) + 1, dtype=np.int64)
+        self._bounds = tuple(float(bound) for bound in buckets)
+        self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
         registry.register(self)
 
     def observe(self, values: Sequence[float]) -> None:
         """Count these values."""
-        if values:
-            # A value equal to a bound belongs below it.
-            self._counts += np.bincount(np.searchsorted(self._bounds, values), minlength=len(self._counts))
-            self._sum += sum(values)
+        for value in values:
+            self._counts[bisect_left(self._bounds, value)] += 1  # a value equal to a bound belongs below it
+        self._sum += sum(values)
 
     def describe(self) -> Iterator[HistogramMetricFamily]:
         """Called by the registry, for the names of the samples."""
@@ -41,8 +41,8 @@ class BatchHistogram(Collector):
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """Called by the registry."""
-        bounds = [*(str(bound) for bound in self._bounds.tolist()), "+Inf"]
-        cumulative = self._counts.cumsum().tolist()
+        bounds = [*(str(bound) for bound in self._bounds), "+Inf"]
+        cumulative = itertools.accumulate(self._counts)
         yield HistogramMetricFamily(
             self._name, self._text, buckets=list(zip(bounds, cumulative, strict=True)), sum_value=self._sum
         )
