@@ -30,7 +30,7 @@ _MAX_KNOWN_FILES = 1 << 16
 
 
 class CapacityKeeper:
-    """Where files for new blocks come from. Used by the writer threads.
+    """Where files for new blocks come from. Used by the writer threads; promises are the forward thread's.
 
     Args:
         directory: the store.
@@ -58,6 +58,8 @@ class CapacityKeeper:
         self._wall_clock = wall_clock
         self._warnings = WarningLimiter(logger, clock)
         self._lock = threading.Lock()
+        # A lock of its own: the forward thread takes it, and must not wait for an inventory.
+        self._promises_lock = threading.Lock()
         self._promises: Counter[str] = Counter()
         self._oldest: deque[StoredFile] = deque()
         self._used_bytes = 0
@@ -67,12 +69,12 @@ class CapacityKeeper:
 
     def promise(self, keys: Sequence[BlockKey]) -> None:
         """Evict none of these before `release`."""
-        with self._lock:
+        with self._promises_lock:
             self._promises.update(key.hex for key in keys)
 
     def release(self, keys: Sequence[BlockKey]) -> None:
         """Forget one promise of each."""
-        with self._lock:
+        with self._promises_lock:
             for key in keys:
                 self._promises[key.hex] -= 1
                 if not self._promises[key.hex]:
