@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import broken_compositions
 import broken_counters
 import broken_directs
+import broken_entries
 import broken_stores
 import layerwise_stores
 import queue_directs
@@ -36,6 +37,7 @@ from pdserve.connectors.testing.violations import RuleViolationError
 
 BROKEN: list[tuple[type[KVConnector], str]] = [
     *broken_stores.BROKEN,
+    *broken_entries.BROKEN,
     *layerwise_stores.BROKEN,
     *broken_directs.BROKEN,
     *queue_directs.BROKEN,
