@@ -97,6 +97,11 @@ class LeaseTable:
         return len(self._leases)
 
     @property
+    def is_read(self) -> bool:
+        """Whether some consumer reads now."""
+        return any(lease.reader is not None for lease in self._leases.values())
+
+    @property
     def needs_progress(self) -> bool:
         """Whether some consumer reads now, and needs this side for it."""
         return any(lease.reader is not None and not lease.is_one_sided for lease in self._leases.values())

@@ -111,14 +111,14 @@ class Producer:
     def progress_interval_s(self) -> float | None:
         """How often the agent must be kept going; None = not at all.
 
-        Often while a consumer reads over a network, for then it is this side that sends; now and then while one may be
-        connecting, or reading something that it is just being refused, or has been silent for a while; not for reads
-        between processes of one machine, which would only be disturbed.
+        Often while a consumer reads over a network, for then it is this side that sends. Now and then while one may be
+        connecting, or reading something that it is just being refused, or has been silent for a while; and beside reads
+        between processes of one machine, which mostly do without: the first one after some idle seconds waits for it.
         """
-        is_attentive, is_needed = self._clock() < self._attentive_until, self._leases.needs_progress
-        if is_needed and is_attentive:
+        is_attentive = self._clock() < self._attentive_until
+        if is_attentive and self._leases.needs_progress:
             return _READ_INTERVAL_S
-        return _CONNECT_INTERVAL_S if is_needed or is_attentive else None
+        return _CONNECT_INTERVAL_S if is_attentive or self._leases.is_read else None
 
     @property
     def next_due(self) -> float | None:
