@@ -28,7 +28,7 @@ from pdserve.kernels.linear_format import LINEAR_FORMATS, LinearFormat, build_li
 from pdserve.kernels.native_library import choose_variant, load_library
 from pdserve.kernels.weight_memory import WeightMemory
 
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Raised when the order or rounding of any sum changes."""
 
 

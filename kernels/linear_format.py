@@ -1,11 +1,12 @@
 """How the compiled backend keeps the weights of a linear layer: bfloat16, or one of two int8 modes.
 
-Both modes round a weight to the nearest of 255 steps of its output's scale, the largest weight being 127 of them:
+Both modes round a weight to the nearest of 255 steps of its output's scale, the largest weight being 127 of them, and
+multiply integers, which are added exactly:
 
-- ``int8``: weights only. The integers are exact in bfloat16, so products are those of bfloat16 weights, times the
-  scale. A decode step reads half of the bytes.
-- ``w8a8``: inputs too, to 255 steps of a scale for each token and 64 inputs. Products are of integers, which the
-  processor does twice as many of as of bfloat16.
+- ``int8``: inputs keep 16 bits, 65,535 steps of a scale for each token and 256 inputs; what that loses is below the
+  rounding of outputs to bfloat16. A decode step reads half of the bytes.
+- ``w8a8``: inputs keep 8 bits, 255 steps of a scale for each token and 64 inputs. The processor does twice as many of
+  these products as of others.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class LinearFormat:
 
 LINEAR_FORMATS = {
     "none": LinearFormat(0, torch.bfloat16, 2, has_scales=False),
-    "int8": LinearFormat(1, torch.int8, 2, has_scales=True),
+    "int8": LinearFormat(1, torch.int8, 4, has_scales=True),
     "w8a8": LinearFormat(2, torch.uint8, 4, has_scales=True),
 }
 """By the name of the quantisation."""

@@ -42,8 +42,8 @@ struct Heads {
 // How a linear layer's weights are kept, in panels of 32 outputs, zeros where a panel, pair or quad of inputs is not full.
 enum WeightFormat : int64_t {
   kBfloat16,    // [pairs][32][2] bfloat16
-  kInt8,        // [pairs][2][32] int8, times the output's scale
-  kInt8Inputs,  // [quads][32][4] uint8, 128 above the int8 that kInt8 has; inputs are rounded to int8 as well
+  kInt8,        // [quads][32][4] int8, times the output's scale; inputs are rounded to 16 bits
+  kInt8Inputs,  // [quads][32][4] uint8, 128 above the int8 that kInt8 has; inputs are rounded to int8
 };
 
 struct Linear {

@@ -29,9 +29,9 @@ struct KvMath;
 template <>
 struct KvMath<uint16_t> {
 #if PDS_LEVEL == 3
-  using Scores = PairMath<uint16_t>;
+  using Scores = PairMath;
 #else
-  using Scores = WideMath<uint16_t>;
+  using Scores = WideMath;
 #endif
 };
 template <>

@@ -20,20 +20,11 @@ constexpr int kTileRows = 6;
 constexpr int kTileRows = 4;
 #endif
 
-// A vector's worth of a panel's pairs of weights as numbers that a product takes. Panels of bfloat16 are [pairs][32][2],
-// panels of int8 [pairs][2][32].
+// A vector's worth of a panel's pairs of weights as numbers that a product takes. Panels of bfloat16 are [pairs][32][2].
 #if PDS_LEVEL == 3
 PDS_INLINE __m512bh load_pairs(const uint16_t* panel) {
   __m512bh weights;
   memcpy(&weights, panel, sizeof weights);
-  return weights;
-}
-// Integers of eight bits are exact in bfloat16: the upper half of the float32 they are converted to.
-PDS_INLINE __m512bh load_pairs(const int8_t* panel) {
-  const __m512i first = _mm512_srli_epi32(_mm512_castps_si512(load_int8(panel)), 16);
-  const __m512i both = _mm512_or_si512(first, _mm512_castps_si512(load_int8(panel + kPanel)));
-  __m512bh weights;
-  memcpy(&weights, &both, sizeof weights);
   return weights;
 }
 #endif
@@ -56,10 +47,6 @@ PDS_INLINE void load_pairs(const uint16_t* panel, Vec& first, Vec& second) {
   second = load(high);
 #endif
 }
-PDS_INLINE void load_pairs(const int8_t* panel, Vec& first, Vec& second) {
-  first = load_int8(panel);
-  second = load_int8(panel + kPanel);
-}
 
 // Where a panel's vector of outputs begins within one pair's elements.
 template <class Panel>
@@ -67,10 +54,9 @@ constexpr int kVectorStep = sizeof(Panel) == 2 ? 2 : 1;
 
 // bfloat16 rows, multiplied in pairs by one instruction.
 #if PDS_LEVEL == 3
-template <class Weight>
 struct PairMath {
   using Row = uint16_t;
-  using Panel = Weight;
+  using Panel = uint16_t;
   template <int rows>
   PDS_INLINE void step(Vec (&acc)[rows][kVectors], const Row* x, int64_t stride, const Panel* panel) {
     __m512bh weight[kVectors];
@@ -90,10 +76,9 @@ struct PairMath {
 #endif
 
 // float32 rows.
-template <class Weight>
 struct WideMath {
   using Row = float;
-  using Panel = Weight;
+  using Panel = uint16_t;
   template <int rows>
   PDS_INLINE void step(Vec (&acc)[rows][kVectors], const Row* x, int64_t stride, const Panel* panel) {
     Vec first[kVectors], second[kVectors];

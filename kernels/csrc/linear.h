@@ -7,13 +7,11 @@
 namespace {
 
 #if PDS_LEVEL == 3
-template <class Weight>
-using LinearMath = PairMath<Weight>;
+using LinearMath = PairMath;
 #else
-template <class Weight>
-using LinearMath = WideMath<Weight>;
+using LinearMath = WideMath;
 #endif
-using LinearRow = LinearMath<uint16_t>::Row;
+using LinearRow = LinearMath::Row;
 
 constexpr int64_t kRowBlockBytes = 384 << 10;  // of rows and of panels that share the second-level cache
 constexpr int64_t kPartBytes = 256 << 10;
@@ -48,11 +46,9 @@ Rows prepare_rows(const uint16_t* x, int64_t x_stride, int64_t rows, int64_t in_
 
 // --- what is multiplied with what: rows in one form, panels in one format ---
 
-// Panels of pairs of bfloat16 or int8.
-template <class Weight>
+// Panels of pairs of bfloat16.
 struct PairProduct {
-  using Panel = Weight;
-  static constexpr int64_t kLightRows = sizeof(Weight) == 2 ? 5 : 0;  // integers are converted first
+  using Panel = uint16_t;
   Rows x;
   int64_t steps;  // pairs
 
@@ -60,22 +56,22 @@ struct PairProduct {
   int64_t panel_bytes() const { return steps * 2 * kPanel * static_cast<int64_t>(sizeof(Panel)); }
 
   void multiply(int64_t row, int64_t rows, const Panel* panel, float* sums, Ahead ahead) const {
-    tile_function<LinearMath<Weight>>(rows)(x.data + row * x.stride, x.stride, panel, steps, sums, kPanel, false, ahead);
+    tile_function<LinearMath>(rows)(x.data + row * x.stride, x.stride, panel, steps, sums, kPanel, false, ahead);
   }
 };
 
-// Panels of quads.
+// Panels of quads of int8.
+template <class Math>
 struct QuadProduct {
-  using Panel = uint8_t;
-  static constexpr int64_t kLightRows = 5;
-  Int8Rows x;
+  using Panel = typename Math::Panel;
+  IntegerRows<Math> x;
   int64_t steps;  // quads
 
-  int64_t row_bytes() const { return steps * 4; }
+  int64_t row_bytes() const { return steps * 4 * static_cast<int64_t>(sizeof(typename Math::Input)); }
   int64_t panel_bytes() const { return steps * 4 * kPanel; }
 
   void multiply(int64_t row, int64_t rows, const Panel* panel, float* sums, Ahead ahead) const {
-    int8_tile_function(rows)(x, row, panel, steps, sums, ahead);
+    integer_tile_function<Math>(rows)(x, row, panel, steps, sums, ahead);
   }
 };
 
@@ -125,11 +121,12 @@ struct LinearCall {
 
 // How far ahead of a single pass over the weights memory is asked for. Up to kLightRows rows take less time than memory
 // does: the processor's own prefetching then comes first, and asking far ahead disturbs it. Measured with bfloat16: 4
-// rows take a fifth less with 256 than with 4096 bytes, 8 rows a tenth less with 8192; a single row is best with 4096.
-template <class Product>
-int64_t ahead_bytes(int64_t rows) {
-  if (rows > Product::kLightRows) return 8192;
-  return rows > 1 ? 256 : 4096;
+// rows take a fifth less with 256 than with 4096 bytes, 8 rows a tenth less with 8192. A single row is best with 2048: with
+// int8 weights it takes a quarter less than with 4096.
+inline int64_t ahead_bytes(int64_t rows) {
+  constexpr int64_t kLightRows = 5;
+  if (rows > kLightRows) return 8192;
+  return rows > 1 ? 256 : 2048;
 }
 
 // A part of the panels that stays in the second-level cache while rows pass over it: tile by tile, so that a tile's rows
@@ -148,7 +145,7 @@ void multiply_part(const Product& product, const Call& call, int64_t first_panel
       for (int stream = 0; stream < Call::kStreams; ++stream) {
         const char* panel = panels + stream * stream_bytes + p * panel_bytes;
         const char* next = panels + stream * stream_bytes + num_panels * panel_bytes;
-        const Ahead ahead = tiles.parts == 1 ? Ahead{panel + ahead_bytes<Product>(rows), step_bytes}
+        const Ahead ahead = tiles.parts == 1 ? Ahead{panel + ahead_bytes(rows), step_bytes}
                                              : Ahead{next + fetched, step_bytes / tiles.parts + 1};
         product.multiply(row, rows, reinterpret_cast<const typename Product::Panel*>(panel),
                          sums + stream * kTileRows * kPanel, ahead);
@@ -189,23 +186,23 @@ void multiply_on_threads(const Product& product, const Call& call) {
       &shared);
 }
 
+// Calls use(product) with rows rounded to integers. False when there is no memory.
+template <class Math, class Use>
+bool with_integers(const uint16_t* x, int64_t x_stride, int64_t rows, const Linear& layer, int64_t threads, Use use) {
+  const auto rounded = round_rows<Math>(x, x_stride, rows, layer.in_features, threads);
+  if (rounded.data == nullptr) return false;
+  use(QuadProduct<Math>{rounded, quads_of(layer.in_features)});
+  return true;
+}
+
 // Calls use(product) with the rows in the form that the layer's weights are multiplied with. False when there is no memory.
 template <class Use>
 bool with_product(const uint16_t* x, int64_t x_stride, int64_t rows, const Linear& layer, int64_t threads, Use use) {
-  if (layer.format == pds::kInt8Inputs) {
-    const Int8Rows rounded = round_rows(x, x_stride, rows, layer.in_features, threads);
-    if (rounded.data == nullptr) return false;
-    use(QuadProduct{rounded, quads_of(layer.in_features)});
-    return true;
-  }
+  if (layer.format == pds::kInt8) return with_integers<ShortMath>(x, x_stride, rows, layer, threads, use);
+  if (layer.format == pds::kInt8Inputs) return with_integers<ByteMath>(x, x_stride, rows, layer, threads, use);
   const Rows prepared = prepare_rows(x, x_stride, rows, layer.in_features);
   if (prepared.data == nullptr) return false;
-  const int64_t pairs = pairs_of(layer.in_features);
-  if (layer.format == pds::kInt8) {
-    use(PairProduct<int8_t>{prepared, pairs});
-  } else {
-    use(PairProduct<uint16_t>{prepared, pairs});
-  }
+  use(PairProduct{prepared, pairs_of(layer.in_features)});
   return true;
 }
 

@@ -45,32 +45,26 @@ PDS_INLINE int int8_steps(uint16_t weight, float scale) {
   return steps >= -kInt8Most && steps <= kInt8Most ? static_cast<int>(steps) : 0;
 }
 
-// Calls put(panel, i, o, steps) for each weight, those that fill a panel up to `inputs` too.
-template <class Put>
-void pack_int8(const uint16_t* weight, int64_t weight_stride, const Linear& layer, int64_t inputs, Put put) {
-  for_each_output(weight, weight_stride, layer.out_features, [&](int64_t panel, int64_t o, const uint16_t* row) {
+// Panels of quads of integers, `offset` above the weights' steps.
+template <class Weight>
+void pack_int8(const uint16_t* weight, int64_t weight_stride, const Linear& layer, int offset) {
+  const int64_t quads = quads_of(layer.in_features);
+  auto* panels = static_cast<Weight*>(layer.panels);
+  for_each_output(weight, weight_stride, layer.out_features, [=](int64_t panel, int64_t o, const uint16_t* row) {
     const float scale = row != nullptr ? int8_scale(row, layer.in_features) : 0.0f;
     layer.scales[panel * kPanel + o] = scale;
-    for (int64_t i = 0; i < inputs; ++i) {
-      put(panel, i, o, row != nullptr && i < layer.in_features ? int8_steps(row[i], scale) : 0);
+    for (int64_t i = 0; i < 4 * quads; ++i) {
+      const int steps = row != nullptr && i < layer.in_features ? int8_steps(row[i], scale) : 0;
+      panels[((panel * quads + i / 4) * kPanel + o) * 4 + i % 4] = static_cast<Weight>(steps + offset);
     }
   });
 }
 
 void pack_linear(const uint16_t* weight, int64_t weight_stride, const Linear& layer) {
-  const int64_t pairs = pairs_of(layer.in_features), quads = quads_of(layer.in_features);
-  if (layer.format == pds::kBfloat16) {
-    pack_bfloat16(weight, weight_stride, layer);
-  } else if (layer.format == pds::kInt8) {
-    auto* panels = static_cast<int8_t*>(layer.panels);
-    pack_int8(weight, weight_stride, layer, 2 * pairs, [=](int64_t panel, int64_t i, int64_t o, int steps) {
-      panels[(panel * 2 * pairs + i) * kPanel + o] = static_cast<int8_t>(steps);
-    });
-  } else {
-    auto* panels = static_cast<uint8_t*>(layer.panels);
-    pack_int8(weight, weight_stride, layer, 4 * quads, [=](int64_t panel, int64_t i, int64_t o, int steps) {
-      panels[((panel * quads + i / 4) * kPanel + o) * 4 + i % 4] = static_cast<uint8_t>(steps + kInt8Offset);
-    });
+  switch (layer.format) {
+    case pds::kInt8: return pack_int8<int8_t>(weight, weight_stride, layer, 0);
+    case pds::kInt8Inputs: return pack_int8<uint8_t>(weight, weight_stride, layer, kInt8Offset);
+    default: return pack_bfloat16(weight, weight_stride, layer);
   }
 }
 

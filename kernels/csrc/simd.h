@@ -63,6 +63,7 @@ PDS_INLINE Vec load_bf16(const uint16_t* p) {
 // The compiler's own vectors: four lanes, which every 64-bit processor has.
 typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(16)));
+typedef uint16_t Halves __attribute__((vector_size(8)));
 constexpr int kWidth = 4;
 PDS_INLINE Vec load(const float* p) {
   Vec v;
@@ -78,21 +79,11 @@ PDS_INLINE Vec smaller(Vec a, Vec b) { return choose(a < b, a, b); }
 PDS_INLINE Vec zero_below(Vec v, Vec x, Vec limit) { return choose(x < limit, splat(0.0f), v); }
 PDS_INLINE Vec scale_by_bits(Vec v, Vec shifted) { return (Vec)((Ints)v + ((Ints)shifted << 23)); }
 PDS_INLINE Vec load_bf16(const uint16_t* p) {
-  const Ints bits = {p[0], p[1], p[2], p[3]};
-  return (Vec)(bits << 16);
+  Halves bits;
+  memcpy(&bits, p, sizeof bits);
+  return (Vec)(__builtin_convertvector(bits, Ints) << 16);
 }
 #endif
-
-// kWidth integers as floats.
-PDS_INLINE Vec load_int8(const int8_t* p) {
-#if PDS_LEVEL >= 2
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#elif PDS_LEVEL == 1
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-#else
-  return Vec{float(p[0]), float(p[1]), float(p[2]), float(p[3])};
-#endif
-}
 
 PDS_INLINE float widen(uint16_t x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;
