@@ -228,7 +228,7 @@ def test_a_file_written_over_while_it_is_read_is_a_miss(
 ) -> None:
     """A full store: after so many bytes of a block, all files become another prompt's, under the reader's hands."""
     prefill = make_engine("prefill", max_bytes=5 * FILE_BYTES, min_age_s=0)
-    decode = make_engine("decode")
+    decode = make_engine("decode", reader_threads=1, reader_nice=0)  # the other prompt is saved on its reader
     prefill.send("p", PROMPT)
     decode.submit("d", PROMPT)
     block_ids = decode.admit("d", decode.lookup("d").num_tokens or 0)
@@ -241,12 +241,13 @@ def test_a_file_written_over_while_it_is_read_is_a_miss(
             return real_read(fd, parts, offset)
         start = [memoryview(parts[0])[:num_read], memoryview(parts[1])[: max(num_read - HEADER_BYTES, 0)]]
         count = real_read(fd, start, 0) if num_read else 0
-        assert prefill.send("other", other)
+        prefill.prefill("other", other)
+        prefill.step_until(lambda: prefill.sent.get("other", False), timeout_s=60)
         return count or real_read(fd, parts, 0)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", read_beside_writer)
-        decode.step_until(lambda: "d" in decode.received)
+        decode.step_until(lambda: "d" in decode.received, timeout_s=120)
     assert decode.received["d"] == BAD * S
     assert decode.stats.failures == {"missing": 1}
     assert not decode.read_block(block_ids[BAD]).any()
