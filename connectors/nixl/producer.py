@@ -113,7 +113,8 @@ class Producer:
 
         Often while a consumer reads over a network, for then it is this side that sends. Now and then while one may be
         connecting, or reading something that it is just being refused, or has been silent for a while; and beside reads
-        between processes of one machine, which mostly do without: the first one after some idle seconds waits for it.
+        between processes of one machine: mostly they do without, but one that follows UCX's question whether this side
+        lives, which comes every 20 s, waits for the answer.
         """
         is_attentive = self._clock() < self._attentive_until
         if is_attentive and self._leases.needs_progress:
