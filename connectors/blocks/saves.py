@@ -85,6 +85,7 @@ class BlockSaver:
         clock: Callable[[], float],
     ) -> None:
         self._store = store
+        self._evicting_store = store if isinstance(store, EvictingStore) else None
         self._format = block_format
         self._staging = staging
         self._threads = threads
@@ -171,14 +172,14 @@ class BlockSaver:
         return report
 
     def _promise(self, sender: _Sender, keys: list[BlockKey]) -> None:
-        if isinstance(self._store, EvictingStore):
-            self._store.promise(keys)
+        if self._evicting_store is not None:
+            self._evicting_store.promise(keys)
             sender.promised += keys
 
     def _release(self, senders: Iterable[_Sender]) -> None:
-        if isinstance(self._store, EvictingStore):
+        if self._evicting_store is not None:
             for sender in senders:
-                self._store.release(sender.promised)
+                self._evicting_store.release(sender.promised)
 
     def _join_write(self, sender: _Sender, digest: bytes) -> bool:
         """Wait for a write of the same key that is under way; whether there is one."""

@@ -31,15 +31,11 @@ from pdserve.engine.server.served_engine import ServedEngine
 from pdserve.engine.server.socket_thread import SocketThread
 from pdserve.engine.server.watchdog import BlockWatchdog
 from pdserve.engine.server.wire_errors import error_output
+from pdserve.engine.transfer_poll import get_transfer_poll_s
 from pdserve.errors import EngineError, PdserveError, UnavailableError
 from pdserve.protocol import AddRequest, RequestOutput, StepOutputs
 
 logger = logging.getLogger(__name__)
-
-# Transfers are looked at often when they are new and seldom when they last: after a quarter of the time so far.
-_MIN_TRANSFER_POLL_S = 0.0002
-_MAX_TRANSFER_POLL_S = 0.0015
-_TRANSFER_POLL_SHARE = 0.25
 
 
 class Phase(enum.StrEnum):
@@ -133,8 +129,7 @@ class InstanceServer:
         if self._engine.has_work():
             return 0
         if self._engine.has_transfers():
-            waited_s = time.monotonic() - self._busy_s
-            return min(max(waited_s * _TRANSFER_POLL_SHARE, _MIN_TRANSFER_POLL_S), _MAX_TRANSFER_POLL_S)
+            return get_transfer_poll_s(time.monotonic() - self._busy_s)
         waits_s = [] if self._watchdog is None else [self._watchdog.get_wait_s()]
         if self._drain_deadline_s is not None:
             waits_s.append(max(self._drain_deadline_s - time.monotonic(), 0))

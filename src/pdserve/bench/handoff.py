@@ -60,9 +60,6 @@ class HandoffSettings:
     model: str = setting(ModelSettings.model, help="the model whose KV's shape is moved, as for pdserve up")
     dtype: str = setting("bfloat16", choices=("bfloat16", "float32"), help="dtype of the KV")
     block_size: int = setting(CacheSettings.block_size, help="tokens in a KV block", minimum=1)
-    poll_ms: float = setting(
-        0.1, help="pause between two steps in which an engine has nothing to compute", minimum=0, metavar="MS"
-    )
     seed: int = setting(0, help="equal seeds give equal prompts", minimum=0)
 
 
@@ -100,7 +97,6 @@ def run(argv: Sequence[str]) -> int:
             spec,
             max(lengths),
             has_full_stores=config.handoff.full_stores,
-            poll_s=config.handoff.poll_ms / 1000,
             seed=config.handoff.seed,
         )
         pairs = {name: stack.enter_context(bench.pair(name)) for name in names}

@@ -50,7 +50,7 @@ TIMES = "--rate --arrivals"
             HandoffConfig,
             (
                 "--connectors --prompt-tokens --ways --chunk-tokens --prefill-tokens-per-s --full-stores --repeats",
-                "--model --dtype --block-size --poll-ms --seed",
+                "--model --dtype --block-size --seed",
             ),
         ),
         (

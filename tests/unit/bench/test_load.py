@@ -59,7 +59,7 @@ def test_nothing_is_sent_before_it_is_due_and_waiting_counts() -> None:
     plan = LoadPlan(requests(3), [0.0, 0.01, 0.02], max_concurrency=1, is_timed=True)
     samples = run_load(lambda: client, plan, label="t", progress=False)
     assert all(sample.sent_s >= sample.due_s == sample.clock_s for sample in samples)
-    assert samples[2].sent_s >= samples[1].end_s >= 0.06
+    assert samples[2].sent_s >= samples[1].end_s >= 0.06 - 2e-3  # two waits, each up to a millisecond short
     assert samples[2].ttft_s >= samples[2].end_s - 0.02 - 1e-3
 
 

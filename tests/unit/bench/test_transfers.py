@@ -21,7 +21,7 @@ IDENTITY = ModelIdentity("w", "a", "bfloat16", "exact", SPEC)
 
 
 def build(role: Role, options: dict[str, Any], ring: BlockRing) -> BareEngine:
-    return BareEngine(MemoryConnector, ConnectorContext(role.value, role, IDENTITY, SPEC, options), ring, poll_s=0.0)
+    return BareEngine(MemoryConnector, ConnectorContext(role.value, role, IDENTITY, SPEC, options), ring)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_prompt_in_chunks_takes_its_time_and_is_saved_beside_it(rings: tuple[B
 
 
 def test_other_bytes_than_were_sent_are_no_hand_off() -> None:
-    bench = TransferBench(SPEC, 10, has_full_stores=True, poll_s=0.0, seed=0)
+    bench = TransferBench(SPEC, 10, has_full_stores=True, seed=0)
     with bench.pair("memory") as (producer, consumer):
         assert bench.hand_over(producer, consumer, 10, Chunks(4)).num_bytes == 3 * SPEC.block_bytes
         assert isinstance(producer, BareEngine)

@@ -53,13 +53,11 @@ class TransferBench:
         spec: shape of a block.
         max_tokens: of the longest prompt.
         has_full_stores: stores hold twice as much and evict, as after a long time, instead of growing.
-        poll_s: pause between two steps in which an engine has nothing to compute.
         seed: equal seeds give equal prompts.
     """
 
-    def __init__(self, spec: KVCacheSpec, max_tokens: int, *, has_full_stores: bool, poll_s: float, seed: int) -> None:
+    def __init__(self, spec: KVCacheSpec, max_tokens: int, *, has_full_stores: bool, seed: int) -> None:
         self._has_full_stores = has_full_stores
-        self._poll_s = poll_s
         self._identity = ModelIdentity("bench", "bench", spec.dtype, "exact", spec)
         self._num_blocks = 2 * spec.num_blocks_for(max_tokens)
         self._source = BlockRing(spec, self._num_blocks)
@@ -75,13 +73,11 @@ class TransferBench:
             store_bytes = self._target.rows.nbytes if self._has_full_stores else None
             options = stack.enter_context(surroundings(connector, store_bytes))
             engine_id = f"bench-{connector}-{self._run_id}"
-            start = ProducerStart(
-                connector, options, f"{engine_id}-prefill", self._identity, self._num_blocks, self._poll_s
-            )
+            start = ProducerStart(connector, options, f"{engine_id}-prefill", self._identity, self._num_blocks)
             producer: Producer = start.build() if connector == "memory" else ProducerProcess(start)
             stack.callback(producer.close)
             context = ConnectorContext(f"{engine_id}-decode", Role.DECODE, self._identity, self._identity.kv, options)
-            consumer = BareEngine(load_connector(connector), context, self._target, poll_s=self._poll_s)
+            consumer = BareEngine(load_connector(connector), context, self._target)
             stack.callback(consumer.close)
             yield producer, consumer
 

@@ -25,6 +25,7 @@ from pdserve.connectors.base import (
     ScheduledTokens,
     StepPlan,
 )
+from pdserve.engine.transfer_poll import get_transfer_poll_s
 from pdserve.kv_layout import BlockHasher
 from pdserve.protocol import KVTransferParams
 
@@ -85,16 +86,12 @@ class BareEngine:
         connector: the class.
         context: what its halves are built with.
         ring: the pool.
-        poll_s: pause between two steps in which there is nothing to compute.
     """
 
-    def __init__(
-        self, connector: type[KVConnector], context: ConnectorContext, ring: BlockRing, *, poll_s: float
-    ) -> None:
+    def __init__(self, connector: type[KVConnector], context: ConnectorContext, ring: BlockRing) -> None:
         self.stats = ConnectorStats()
         self._context = context
         self._ring = ring
-        self._poll_s = poll_s
         self._num_layers = context.spec.num_layers if connector.features.layerwise else 0
         self._scheduler = connector.build_scheduler(context)
         self._worker = connector.build_worker(context)
@@ -225,12 +222,13 @@ class BareEngine:
         what: str,
         take: Callable[[ConnectorOutput], None] = lambda output: None,
     ) -> None:
-        deadline_s = time.monotonic() + _TIMEOUT_S
+        began_s = time.monotonic()
         take(self.step())
         while not is_done():
-            if time.monotonic() > deadline_s:
+            waited_s = time.monotonic() - began_s
+            if waited_s > _TIMEOUT_S:
                 raise HandOffError(f"{what} took longer than {_TIMEOUT_S:g} s; failures {self.stats.failures}")
-            time.sleep(self._poll_s)
+            time.sleep(get_transfer_poll_s(waited_s))
             take(self.step())
 
     def _build_request(self, token_ids: Sequence[int], params: KVTransferParams | None) -> KVRequest:

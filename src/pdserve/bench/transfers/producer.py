@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from pdserve.bench.transfers.engine import BareEngine, Chunks, HandOffError, Off
 from pdserve.bench.transfers.pool import BlockRing
 from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.registry import load_connector
+from pdserve.engine.transfer_poll import get_transfer_poll_s
 from pdserve.errors import ConfigError
 from pdserve.kv_layout import ModelIdentity
 from pdserve.protocol import KVTransferParams, Role
@@ -31,7 +33,6 @@ class ProducerStart(msgspec.Struct, frozen=True):
         engine_id: unique for each engine.
         identity: of the model.
         num_blocks: of the pool.
-        poll_s: pause between two steps with nothing to compute.
     """
 
     connector: str
@@ -39,7 +40,6 @@ class ProducerStart(msgspec.Struct, frozen=True):
     engine_id: str
     identity: ModelIdentity
     num_blocks: int
-    poll_s: float
 
     def build(self) -> BareEngine:
         """The engine, its pool filled.
@@ -50,7 +50,7 @@ class ProducerStart(msgspec.Struct, frozen=True):
         ring = BlockRing(self.identity.kv, self.num_blocks)
         ring.fill()
         context = ConnectorContext(self.engine_id, Role.PREFILL, self.identity, self.identity.kv, self.options)
-        return BareEngine(load_connector(self.connector), context, ring, poll_s=self.poll_s)
+        return BareEngine(load_connector(self.connector), context, ring)
 
 
 class _Order(msgspec.Struct, frozen=True):
@@ -138,11 +138,12 @@ def _serve(pipe: Connection, start: bytes) -> None:
         _send(pipe, _Reply(error=error.message))
         return
     _send(pipe, _Reply())
-    poll_s = msgspec.msgpack.decode(start, type=ProducerStart).poll_s
+    busy_s = time.monotonic()
     try:
         while True:
-            if pipe.poll(poll_s if engine.has_sends else None):
+            if pipe.poll(get_transfer_poll_s(time.monotonic() - busy_s) if engine.has_sends else None):
                 _send(pipe, _answer(engine, msgspec.msgpack.decode(pipe.recv_bytes(), type=_Order)))
+                busy_s = time.monotonic()
             engine.step()
     except EOFError:
         engine.close()
