@@ -8,7 +8,6 @@ import pytest
 
 from pdserve import env
 from pdserve.connectors.testing import EngineHarness, build_context
-from pdserve.connectors.testing.targets import lmcache
 from pdserve.connectors.testing.targets.redis_process import RedisProcess
 from pdserve.protocol import Role
 
@@ -20,6 +19,8 @@ SMALL = {"max_cpu_bytes": 4 << 20, "cpu_cache": False}
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_opening() -> Iterator[None]:
+    from pdserve.connectors.testing.targets import lmcache
+
     with lmcache.quick_opening():
         yield
 
