@@ -95,4 +95,4 @@ def test_the_command_gives_verdicts_without_pytest(environment: Environment) -> 
     assert "R6   Every chunk is saved                 pass" in output
     report = json.loads((environment.directory / "report.json").read_text())
     assert not report["failed"]
-    assert [rule["id"] for rule in report["rules"]] == [f"R{number}" for number in range(1, 23)]
+    assert [rule["id"] for rule in report["rules"]] == [f"R{number}" for number in range(1, 24)]
