@@ -453,10 +453,11 @@ engine.send("p", list(range(17)))
     writer = subprocess.run([sys.executable, "-c", code, str(store)], check=False, timeout=120)
     assert writer.returncode == -signal.SIGKILL
     leftovers = list((store / "tmp").iterdir())
-    assert len(leftovers) == 1
+    assert leftovers  # one, or one of each writer thread
     decode = make_engine("decode")
     assert decode.load("d", PROMPT) == 0
-    os.utime(leftovers[0], (0, 0))
+    for leftover in leftovers:
+        os.utime(leftover, (0, 0))
     assert make_engine("prefill").send("p", PROMPT)
     assert list((store / "tmp").iterdir()) == []
     assert decode.load("d2", PROMPT) == len(PROMPT)
