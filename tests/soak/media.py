@@ -131,8 +131,11 @@ class Files(Medium):
         away = self._root.with_name("away")
         self._root.rename(away)
         yield
-        shutil.rmtree(self._root, ignore_errors=True)
+        meanwhile = self._root.with_name(f"meanwhile-{time.monotonic_ns()}")
+        with contextlib.suppress(FileNotFoundError):  # an instance that was started again has made a new one
+            self._root.rename(meanwhile)
         away.rename(self._root)
+        shutil.rmtree(meanwhile, ignore_errors=True)
 
     @contextlib.contextmanager
     def _full(self) -> Iterator[None]:
