@@ -36,7 +36,6 @@ from pdserve.protocol import AddRequest, Role, SamplingParams
 _ENOUGH_TOKENS = 6000
 _PROMPT_TOKENS = 100
 _NUM_WARMUP_STEPS = 10
-_POLL_S = 0.002
 _STORE_BYTES = 4 << 30
 _HEADER = [
     "connector",
@@ -215,9 +214,7 @@ def measure(connector: str, num_tokens: int, arguments: argparse.Namespace) -> M
             engine_id = f"bench-{os.getpid()}-{secrets.token_hex(4)}"
             core = EngineCore.build(config, role=Role.DECODE, engine_id=engine_id)
         stack.callback(core.close)
-        producer = ProducerProcess(
-            ProducerStart(connector, options, f"{engine_id}-prefill", core.identity, num_blocks, _POLL_S)
-        )
+        producer = ProducerProcess(ProducerStart(connector, options, f"{engine_id}-prefill", core.identity, num_blocks))
         stack.callback(producer.close)
         with pinned(arguments.core):
             consumer = Consumer(core, arguments.running)
