@@ -14,6 +14,7 @@ class PacedForward:
     """Matrix products until the time is over; like the engine's kernels, they run without Python's lock."""
 
     def __init__(self) -> None:
+        torch.set_num_threads(1)  # as an engine's; the other cores are whoever's KV moves
         self._matrix = torch.zeros((_SIZE, _SIZE), dtype=torch.float32)
         self._product = torch.empty_like(self._matrix)
 
