@@ -23,10 +23,11 @@ from pdserve.connectors.base import (
     MatchResult,
     ScheduledTokens,
     StepPlan,
+    WakesEngine,
 )
 from pdserve.connectors.registry import ENTRY_POINT_GROUP, connector_names, load_connector
 from pdserve.errors import ConfigError, ConnectorError
-from pdserve.kv_layout import BlockHasher, BlockKey, KVCacheSpec, ModelIdentity
+from pdserve.kv_layout import BlockHasher, BlockKey, KVCacheSpec, ModelIdentity, Rank
 from pdserve.protocol import KVTransferParams, Role
 
 __all__ = [
@@ -51,9 +52,11 @@ __all__ = [
     "KVTransferParams",
     "MatchResult",
     "ModelIdentity",
+    "Rank",
     "Role",
     "ScheduledTokens",
     "StepPlan",
+    "WakesEngine",
     "connector_names",
     "load_connector",
 ]

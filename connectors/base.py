@@ -24,11 +24,11 @@ alone and a third party depends on ``pdserve.connectors`` only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from pdserve.kv_layout import BlockKey, KVCacheSpec, ModelIdentity
+from pdserve.kv_layout import BlockKey, KVCacheSpec, ModelIdentity, Rank
 from pdserve.protocol import KVTransferParams, Role
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class ConnectorFeatures:
             `ChoosesLayerSteps`.
         cancels_sends: its scheduler half is a `CancelsSends`.
         hears_of_queue: its scheduler half is a `HearsOfQueue`.
+        wakes_engine: its worker half is a `WakesEngine`.
     """
 
     can_save: bool = False
@@ -55,6 +56,7 @@ class ConnectorFeatures:
     layerwise: bool = False
     cancels_sends: bool = False
     hears_of_queue: bool = False
+    wakes_engine: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,10 @@ class ConnectorContext:
     Attributes:
         engine_id: this engine, unique for each start of the process.
         role: PREFILL engines save, DECODE engines load; both may look up.
-        identity: the model's identity; its fingerprint is the root of every block key.
-        spec: shape of the blocks.
+        identity: the model's identity, the same in all ranks; its fingerprint is the root of every block key.
+        spec: shape of this rank's share of a block; all of it where there is one rank.
         options: the connector's own settings, as the user wrote them.
+        rank: whose share; the scheduler half is built with rank 0's.
     """
 
     engine_id: str
@@ -74,6 +77,7 @@ class ConnectorContext:
     identity: ModelIdentity
     spec: KVCacheSpec
     options: Mapping[str, Any] = field(default_factory=dict)
+    rank: Rank = field(default_factory=Rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +376,26 @@ class ChoosesLayerSteps(Protocol):
         """Whether to call `wait_for_layer_load` and `save_kv_layer` in this step.
 
         Called by: the model runner, in each step that computes tokens, after `start_load_kv`.
+        """
+        ...
+
+
+@runtime_checkable
+class WakesEngine(Protocol):
+    """A half, usually the worker's, that says when there is something new to hear from it.
+
+    An idle engine looks after its transfers every millisecond or so; one that is woken looks at once.
+    """
+
+    def set_wake_up(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` whenever `get_finished` has a new end to report, of a load or of a sending.
+
+        A scheduler half calls it when it has the answer to a lookup for which it asked for patience.
+
+        Called by: the engine, once, before its first step. ``wake`` may be called on any thread, any number of times,
+        with any lock held, and when the half is closed: it returns at once and calls nothing of the connector's. Call
+        it after the end can be reported, not before: the engine looks once. A call too many costs an idle engine a
+        look, one that is missing a moment: it looks now and then by itself.
         """
         ...
 

@@ -61,6 +61,43 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
         return -(-num_tokens // self.block_size)
 
 
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of the model runners that share an engine's work: which heads and layers are its own.
+
+    All ranks have the same block ids and token counts; each keeps its own share of every block.
+
+    Attributes:
+        tensor_parallel_rank: which share of each layer's heads.
+        tensor_parallel_size: shares that the heads are cut into.
+        pipeline_parallel_rank: which share of the layers.
+        pipeline_parallel_size: shares that the layers are cut into.
+    """
+
+    tensor_parallel_rank: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_parallel_rank: int = 0
+    pipeline_parallel_size: int = 1
+
+    @property
+    def size(self) -> int:
+        """Ranks of the engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def index(self) -> int:
+        """This one's place among all, from 0: the ranks of a pipeline stage follow each other."""
+        return self.pipeline_parallel_rank * self.tensor_parallel_size + self.tensor_parallel_rank
+
+    @property
+    def label(self) -> str:
+        """For the names of its shares, like ``tp0of3-pp1of2``; empty for the only rank of an engine."""
+        if self.size == 1:
+            return ""
+        tensor_parallel = f"tp{self.tensor_parallel_rank}of{self.tensor_parallel_size}"
+        return f"{tensor_parallel}-pp{self.pipeline_parallel_rank}of{self.pipeline_parallel_size}"
+
+
 class ModelIdentity(msgspec.Struct, frozen=True):
     """Everything that decides the bytes of a KV block besides the tokens.
 
@@ -69,7 +106,10 @@ class ModelIdentity(msgspec.Struct, frozen=True):
         architecture: hex digest of the architecture and rope settings.
         compute_dtype: dtype of activations and weights in the forward pass.
         numerics: the kernels' numerics class; two classes may round differently.
-        kv: the block's shape and dtype.
+        kv: the block's shape and dtype, over all ranks.
+        tensor_parallel_size: ranks that share each layer's heads.
+        pipeline_parallel_size: ranks that share the layers. Engines of other sizes cut a block into other pieces, which
+            are no use to each other.
     """
 
     weights: str
@@ -77,6 +117,8 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     compute_dtype: str
     numerics: str
     kv: KVCacheSpec
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     @property
     def fingerprint(self) -> str:

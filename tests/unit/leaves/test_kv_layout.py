@@ -8,7 +8,7 @@ import sys
 import msgspec
 import pytest
 
-from pdserve.kv_layout import BlockHasher, KVCacheSpec, ModelIdentity
+from pdserve.kv_layout import BlockHasher, KVCacheSpec, ModelIdentity, Rank
 
 SPEC = KVCacheSpec(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 IDENTITY = ModelIdentity(weights="w", architecture="a", compute_dtype="bfloat16", numerics="n", kv=SPEC)
@@ -31,6 +31,8 @@ def test_sizes_of_smollm2() -> None:
         {"kv": msgspec.structs.replace(SPEC, block_size=32)},
         {"kv": msgspec.structs.replace(SPEC, num_kv_heads=1)},
         {"kv": msgspec.structs.replace(SPEC, layout_version=2)},
+        {"tensor_parallel_size": 3},
+        {"pipeline_parallel_size": 2},
     ],
 )
 def test_every_part_of_the_identity_changes_the_fingerprint_and_is_named(change: dict[str, object]) -> None:
@@ -38,6 +40,17 @@ def test_every_part_of_the_identity_changes_the_fingerprint_and_is_named(change:
     assert other.fingerprint != IDENTITY.fingerprint
     assert next(iter(change)) in IDENTITY.explain_difference(other)
     assert IDENTITY.explain_difference(IDENTITY) == ""
+
+
+def test_ranks_are_numbered_and_named_over_both_ways_of_sharing() -> None:
+    ranks = [Rank(tensor, 3, pipeline, 2) for pipeline in range(2) for tensor in range(3)]
+    assert [rank.index for rank in ranks] == list(range(6))
+    assert {rank.size for rank in ranks} == {6}
+    assert [rank.label for rank in ranks[2:4]] == ["tp2of3-pp0of2", "tp0of3-pp1of2"]
+
+
+def test_the_only_rank_has_no_label() -> None:
+    assert (Rank().index, Rank().size, Rank().label) == (0, 1, "")
 
 
 def test_keys_depend_on_everything_before_them() -> None:
