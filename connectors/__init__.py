@@ -57,6 +57,7 @@ __all__ = [
     "ScheduledTokens",
     "StepPlan",
     "WakesEngine",
+    "WakesEngine",
     "connector_names",
     "load_connector",
 ]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from pdserve.checkpoint import architecture_digest, prepare_weights, resolve_model, weights_digest
-from pdserve.connectors.base import ConnectorContext
+from pdserve.connectors.base import ConnectorContext, WakesEngine
 from pdserve.connectors.registry import load_connector
 from pdserve.engine.config import EngineConfig, ModelSettings
 from pdserve.engine.core import EngineCore
@@ -39,6 +39,7 @@ def build_engine(
     role: Role,
     engine_id: str,
     on_progress: Callable[[str], None] | None = None,
+    wake_up: Callable[[], None] | None = None,
 ) -> EngineCore:
     """See `EngineCore.build`."""
     tell = on_progress or logger.info
@@ -72,6 +73,9 @@ def build_engine(
     )
     scheduler_half, worker_half = connector.build_scheduler(context), connector.build_worker(context)
     worker_half.register_kv_caches(kv_cache, spec)
+    for half in (scheduler_half, worker_half):
+        if wake_up is not None and isinstance(half, WakesEngine):
+            half.set_wake_up(wake_up)
     runner = ModelRunner(
         model,
         kv_cache,

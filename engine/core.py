@@ -86,6 +86,7 @@ class EngineCore:
         role: Role,
         engine_id: str,
         on_progress: Callable[[str], None] | None = None,
+        wake_up: Callable[[], None] | None = None,
     ) -> EngineCore:
         """Load the model, allocate KV memory and start the connector.
 
@@ -94,13 +95,14 @@ class EngineCore:
             role: what the instance is used for; connectors save or load by it.
             engine_id: unique for each start of the process.
             on_progress: told in words what goes on.
+            wake_up: called by connectors that can, on any thread, when ``step`` has something new to take in.
 
         Raises:
             ConfigError: a setting, a model file or the connector is wrong.
         """
         from pdserve.engine.build import build_engine
 
-        return build_engine(cls, config, role=role, engine_id=engine_id, on_progress=on_progress)
+        return build_engine(cls, config, role=role, engine_id=engine_id, on_progress=on_progress, wake_up=wake_up)
 
     # --- requests ---------------------------------------------------------------------------------------
 

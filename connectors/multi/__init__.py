@@ -33,7 +33,7 @@ class MultiConnector:
     """
 
     features: ClassVar[ConnectorFeatures] = ConnectorFeatures(
-        can_save=True, can_load=True, layerwise=True, cancels_sends=True, hears_of_queue=True
+        can_save=True, can_load=True, layerwise=True, cancels_sends=True, hears_of_queue=True, wakes_engine=True
     )
 
     @classmethod

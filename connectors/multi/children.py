@@ -78,6 +78,7 @@ def compose_features(children: Sequence[Child]) -> ConnectorFeatures:
         layerwise=any(features.layerwise for features in each),
         cancels_sends=any(features.cancels_sends for features in each),
         hears_of_queue=any(features.hears_of_queue for features in each),
+        wakes_engine=all(features.wakes_engine for features in each),
     )
 
 

@@ -20,6 +20,7 @@ from pdserve.connectors.base import (
     MatchResult,
     ScheduledTokens,
     StepPlan,
+    WakesEngine,
 )
 from pdserve.connectors.blocks.failures import WarningLimiter
 from pdserve.connectors.multi.children import Child
@@ -71,6 +72,12 @@ class MultiScheduler:
             view = view_for(request, child)
             if view.kv_transfer_params is not None and isinstance(half, HearsOfQueue):
                 half.request_queued(view)
+
+    def set_wake_up(self, wake: Callable[[], None]) -> None:
+        """Passed on to the children that can use it."""
+        for half in self._halves:
+            if isinstance(half, WakesEngine):
+                half.set_wake_up(wake)
 
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> MatchResult:
         """The answer of the first child that has all the rest of the prompt, else of the first that has most.

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from pdserve.connectors.base import ChoosesLayerSteps, ConnectorOutput, ConnectorStats, KVConnectorWorker
+from pdserve.connectors.base import (
+    ChoosesLayerSteps,
+    ConnectorOutput,
+    ConnectorStats,
+    KVConnectorWorker,
+    WakesEngine,
+)
 from pdserve.connectors.multi.messages import ChildMessage, ChildSent, MultiMetadata, OwedSend
 from pdserve.connectors.multi.params import CONNECTOR_NAME
 from pdserve.kv_layout import KVCacheSpec
@@ -59,6 +65,12 @@ class MultiWorker:
         """
         for half in self._halves:
             half.register_kv_caches(kv_cache, spec)
+
+    def set_wake_up(self, wake: Callable[[], None]) -> None:
+        """Passed on to the children that can use it."""
+        for half in self._halves:
+            if isinstance(half, WakesEngine):
+                half.set_wake_up(wake)
 
     def start_load_kv(self, metadata: MultiMetadata) -> None:
         """Begin every child's loads."""

@@ -73,26 +73,37 @@ Command = Add | Abort | SessionClosed | Listen | Drain | Scrape | SocketFailed
 class Inbox:
     """Commands for the engine's thread, oldest first.
 
-    `put` may be called on any thread and inside a signal handler; `take` on the engine's thread only.
+    `put` and `wake` may be called on any thread and inside a signal handler; `take` on the engine's thread only.
     """
 
     def __init__(self) -> None:
         # Of the standard library's queues, the one whose put is reentrant: a signal handler may call it.
-        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._is_woken = False
 
     def __len__(self) -> int:
-        return self._queue.qsize()
+        return self._queue.qsize() - self._is_woken
 
     def put(self, command: Command) -> None:
         """Add a command; wakes `take`."""
         self._queue.put(command)
 
+    def wake(self) -> None:
+        """Wakes `take` with no command: there is news elsewhere. Many calls before it are like one."""
+        if not self._is_woken:
+            self._is_woken = True
+            self._queue.put(None)
+
     def take(self, timeout_s: float | None) -> list[Command]:
-        """All commands there are; waits for the first one up to ``timeout_s``, for ever if None."""
+        """All commands there are; waits for the first one, or for `wake`, up to ``timeout_s``, for ever if None."""
         commands: list[Command] = []
         try:
-            commands.append(self._queue.get(timeout=timeout_s) if timeout_s != 0 else self._queue.get_nowait())
+            command = self._queue.get(timeout=timeout_s) if timeout_s != 0 else self._queue.get_nowait()
             while True:
-                commands.append(self._queue.get_nowait())
+                if command is None:
+                    self._is_woken = False  # what is new from now on may be missed by the caller's look
+                else:
+                    commands.append(command)
+                command = self._queue.get_nowait()
         except queue.Empty:
             return commands

@@ -177,6 +177,7 @@ class _Instance:
             role=self._role,
             engine_id=f"{note.instance_id}@{note.generation}",
             on_progress=logger.info,
+            wake_up=self._inbox.wake,
         )
 
     def _build_server(self, engine: EngineCore, router_socket: zmq.Socket[bytes], note: ReadyNote) -> InstanceServer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -35,6 +35,7 @@ class World:
     layer_calls: list[tuple[str, int]] = field(default_factory=list)
     queued: list[KVRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    wake_ups: list[Callable[[], None]] = field(default_factory=list)
     num_closed: int = 0
 
 
@@ -101,6 +102,9 @@ class DirectWorker(NullWorker):
     def register_kv_caches(self, kv_cache: Any, spec: Any) -> None:
         self._memory = BlockMemory(kv_cache, spec, "direct")
         self._world.memories[self._context.engine_id] = self._memory
+
+    def set_wake_up(self, wake: Callable[[], None]) -> None:
+        self._world.wake_ups.append(wake)
 
     def start_load_kv(self, metadata: Any) -> None:
         for request_id, num_tokens, block_ids, payload in metadata:

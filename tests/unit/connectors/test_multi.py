@@ -15,7 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.connectors.base import CancelsSends, ConnectorFeatures, ConnectorOutput, HearsOfQueue, MatchResult
+from pdserve.connectors.base import (
+    CancelsSends,
+    ConnectorFeatures,
+    ConnectorOutput,
+    HearsOfQueue,
+    MatchResult,
+    WakesEngine,
+)
 from pdserve.connectors.multi import MultiConnector
 from pdserve.connectors.multi.children import compose_features, parse_children
 from pdserve.connectors.testing import EngineHarness, build_context
@@ -324,6 +331,14 @@ def test_a_queued_request_is_told_to_the_child_whose_parameters_it_brings(make_e
     decode.submit("d", PROMPT, params=params)
     assert [request.kv_transfer_params.transfer_id for request in world.queued] == ["engine-0/p"]
     assert other_world.queued == []
+
+
+def test_children_that_can_wake_the_engine_are_told_how(make_engine, world, other_world) -> None:
+    engine = make_engine("decode", "second", "memory", "direct")
+    assert isinstance(engine.worker, WakesEngine)
+    engine.worker.set_wake_up(wake := lambda: None)
+    assert world.wake_ups[-1] is wake
+    assert other_world.wake_ups[-1] is wake
 
 
 def test_two_direct_children_of_one_connector_hold_until_both_are_done(make_engine, world, other_world) -> None:

@@ -24,7 +24,9 @@ from pdserve.connectors.base import (
     MatchResult,
     ScheduledTokens,
     StepPlan,
+    WakesEngine,
 )
+from pdserve.engine.server.inbox import Inbox
 from pdserve.engine.transfer_poll import get_transfer_poll_s
 from pdserve.kv_layout import BlockHasher
 from pdserve.protocol import KVTransferParams
@@ -96,6 +98,10 @@ class BareEngine:
         self._scheduler = connector.build_scheduler(context)
         self._worker = connector.build_worker(context)
         self._worker.register_kv_caches(ring.kv_cache, context.spec)
+        self._inbox = Inbox()
+        for half in (self._scheduler, self._worker):
+            if isinstance(half, WakesEngine):
+                half.set_wake_up(self._inbox.wake)
         self._forward = PacedForward()
         self._hasher = BlockHasher(context.identity.fingerprint)
         self._serials = itertools.count()
@@ -228,7 +234,7 @@ class BareEngine:
             waited_s = time.monotonic() - began_s
             if waited_s > _TIMEOUT_S:
                 raise HandOffError(f"{what} took longer than {_TIMEOUT_S:g} s; failures {self.stats.failures}")
-            time.sleep(get_transfer_poll_s(waited_s))
+            self._inbox.take(get_transfer_poll_s(waited_s))
             take(self.step())
 
     def _build_request(self, token_ids: Sequence[int], params: KVTransferParams | None) -> KVRequest:
