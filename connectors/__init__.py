@@ -57,7 +57,6 @@ __all__ = [
     "ScheduledTokens",
     "StepPlan",
     "WakesEngine",
-    "WakesEngine",
     "connector_names",
     "load_connector",
 ]

@@ -48,7 +48,6 @@ class ConnectorFeatures:
         cancels_sends: its scheduler half is a `CancelsSends`.
         hears_of_queue: its scheduler half is a `HearsOfQueue`.
         wakes_engine: its worker half is a `WakesEngine`.
-        wakes_engine: its worker half is a `WakesEngine`.
     """
 
     can_save: bool = False
@@ -57,7 +56,6 @@ class ConnectorFeatures:
     layerwise: bool = False
     cancels_sends: bool = False
     hears_of_queue: bool = False
-    wakes_engine: bool = False
     wakes_engine: bool = False
 
 
@@ -378,26 +376,6 @@ class ChoosesLayerSteps(Protocol):
         """Whether to call `wait_for_layer_load` and `save_kv_layer` in this step.
 
         Called by: the model runner, in each step that computes tokens, after `start_load_kv`.
-        """
-        ...
-
-
-@runtime_checkable
-class WakesEngine(Protocol):
-    """A half, usually the worker's, that says when there is something new to hear from it.
-
-    An idle engine looks after its transfers every millisecond or so; one that is woken looks at once.
-    """
-
-    def set_wake_up(self, wake: Callable[[], None]) -> None:
-        """Call ``wake`` whenever `get_finished` has a new end to report, of a load or of a sending.
-
-        A scheduler half calls it when it has the answer to a lookup for which it asked for patience.
-
-        Called by: the engine, once, before its first step. ``wake`` may be called on any thread, any number of times,
-        with any lock held, and when the half is closed: it returns at once and calls nothing of the connector's. Call
-        it after the end can be reported, not before: the engine looks once. A call too many costs an idle engine a
-        look, one that is missing a moment: it looks now and then by itself.
         """
         ...
 
