@@ -7,6 +7,7 @@ meanwhile, on another core, is not counted.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import multiprocessing
 import secrets
@@ -40,7 +41,6 @@ from pdserve.protocol import Role
 SPEC = KVCacheSpec(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 IDENTITY = ModelIdentity("work", "work", "bfloat16", "exact", SPEC)
 NUM_BLOCKS = 250
-NUM_REPEATS = 12
 PIECE_BLOCKS = 10
 """What NIXL reads at once; also what a store is given at once."""
 _PROGRESS_S = 0.0005
@@ -49,7 +49,8 @@ _PROGRESS_S = 0.0005
 class Work:
     """Processor time of this thread, by part: the least of all rounds."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_rounds: int) -> None:
+        self.num_rounds = num_rounds
         self.least_s: dict[str, float] = {}
         self._round_s: dict[str, float] = {}
 
@@ -79,7 +80,7 @@ def measure_memory(work: Work, ring: BlockRing, source: BlockRing) -> None:
     memory, blocks = PoolMemory(ring.kv_cache, SPEC), BlockMemory(ring.kv_cache, SPEC, "work")
     staging = np.zeros((NUM_BLOCKS, HEADER_BYTES + SPEC.block_bytes), dtype=np.uint8)
     staging.fill(0)
-    for _ in range(NUM_REPEATS):
+    for _ in range(work.num_rounds):
         with work.round():
             half = ring.take(NUM_BLOCKS)
             block_ids = range(half.start, half.stop)
@@ -96,7 +97,7 @@ def measure_store(work: Work, name: str, store: BlockStore, ring: BlockRing) -> 
     """Seal, write and read back through a store; reading verifies."""
     block_format, memory = BlockFormat(IDENTITY, SPEC), BlockMemory(ring.kv_cache, SPEC, "work")
     values = np.ones((NUM_BLOCKS, block_format.value_bytes), dtype=np.uint8)
-    for _ in range(NUM_REPEATS):
+    for _ in range(work.num_rounds):
         keys = [BlockKey(secrets.token_bytes(16), SPEC.block_size) for _ in range(NUM_BLOCKS)]
         start = ring.take(NUM_BLOCKS).start
         with work.round():
@@ -135,7 +136,7 @@ def measure_nixl(work: Work, ring: BlockRing) -> None:
     memory = PoolMemory(ring.kv_cache, SPEC)
     agent = TransferAgent(f"work-consumer-{secrets.token_hex(4)}", memory.region, "lo")
     remote = agent.connect(metadata, region)
-    for _ in range(NUM_REPEATS):
+    for _ in range(work.num_rounds):
         with work.round():
             for piece in pieces(ring.take(NUM_BLOCKS).start):
                 with work.part("nixl: read"):
@@ -175,7 +176,9 @@ def redis_store() -> Iterator[BlockStore]:
 
 def main() -> None:
     """Measure and print."""
-    work = Work()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12, help="how often each part is tried")
+    work = Work(parser.parse_args().rounds)
     ring, source = BlockRing(SPEC, 2 * NUM_BLOCKS), BlockRing(SPEC, 2 * NUM_BLOCKS)
     source.fill()
     measure_memory(work, ring, source)

@@ -23,6 +23,7 @@ from pdserve.bench.measure.offline import build_core
 from pdserve.engine.config import build_config
 from pdserve.engine.core import EngineCore
 from pdserve.kernels import native_library
+from pdserve.kernels.native_build import Variant
 from pdserve.protocol import AddRequest, SamplingParams
 
 _NUM_WARMUPS = 5
@@ -49,11 +50,11 @@ class TimedLibrary:
         return call
 
 
-class OperationCounter(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts tensor operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,7 +67,7 @@ def build_timed_core(max_num_seqs: int) -> tuple[EngineCore, TimedLibrary]:
     """An engine of the kind that serves, on one thread, whose time in the kernels is known."""
     load_library, libraries = native_library.load_library, []
 
-    def load_timed(variant: native_library.Variant) -> TimedLibrary:
+    def load_timed(variant: Variant) -> TimedLibrary:
         libraries.append(TimedLibrary(load_library(variant)))
         return libraries[-1]
 

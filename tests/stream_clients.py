@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import uvloop
@@ -145,7 +146,8 @@ async def _run_streams(port: int, connections: Sequence[Sequence[bytes]]) -> lis
     endings: list[asyncio.Future[None]] = []
     for requests in connections:
         ended: asyncio.Future[None] = loop.create_future()
-        _, protocol = await loop.create_connection(lambda r=requests, e=ended: _Connection(r, e), "127.0.0.1", port)
+        build = partial(_Connection, requests, ended)
+        _, protocol = await loop.create_connection(build, "127.0.0.1", port)
         made.append(protocol)
         endings.append(ended)
     await asyncio.gather(*endings)

@@ -16,7 +16,7 @@ from pathlib import Path
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path[:0] = [str(_TESTS), str(_TESTS / "e2e")]
 
-from replay_service import Service  # noqa: E402
+from replay_service import Service as Service  # noqa: E402
 
 ALL_CORES = frozenset(os.sched_getaffinity(0))
 ROUTER_CORE = min(ALL_CORES)

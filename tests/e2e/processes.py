@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,10 @@ class ManagedProcess:
         text = httpx.get(f"{self.ready['http']}/metrics", timeout=10).text
         lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def holds_no_block(instance: ManagedProcess) -> bool:
+    return instance.get_metric("pdserve_kv_blocks_used") == 0
 
 
 class Deployment:
@@ -188,8 +193,4 @@ class Deployment:
     def wait_idle(self, timeout_s: float = 30.0) -> None:
         """Until no instance holds a block."""
         for instance in self.instances:
-            wait_until(
-                lambda i=instance: i.get_metric("pdserve_kv_blocks_used") == 0,
-                f"blocks of {instance.name} coming back",
-                timeout_s,
-            )
+            wait_until(partial(holds_no_block, instance), f"blocks of {instance.name} coming back", timeout_s)

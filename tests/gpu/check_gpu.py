@@ -101,7 +101,7 @@ def _measure_steps(backend: Any, batch: int) -> float:
     shape = DecoderShape(num_heads=9, num_kv_heads=3, head_dim=64, rms_norm_eps=1e-5)
 
     def tensor(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=torch.bfloat16, device=backend.device) * size[-1] ** -0.5
+        return torch.randn(size, dtype=torch.bfloat16, device=backend.device).mul(size[-1] ** -0.5)
 
     def linear(out_features: int, in_features: int) -> Any:
         return backend.prepare_linear(tensor(out_features, in_features), None)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +204,7 @@ class Nixl(Medium):
     def get_own_options(self, role: str, index: int) -> dict[str, Any]:
         if role == "decode":
             return {}
-        _, link_port = self._links[index].address
-        return {"port": str(self._ports[index]), LINK_OPTION: str(link_port)}
+        return {"port": str(self._ports[index]), LINK_OPTION: str(self._links[index].address[1])}
 
     def close(self) -> None:
         for link in self._links:
@@ -241,7 +241,7 @@ def damage_links(links: Iterable[FaultyLink]) -> list[Harm]:
                 stack.enter_context(link.inflict(damage))
             yield
 
-    return [for_a_moment(f"a link that {damage.value}", lambda damage=damage: inflict(damage)) for damage in _BAD_LINKS]
+    return [for_a_moment(f"a link that {damage.value}", partial(inflict, damage)) for damage in _BAD_LINKS]
 
 
 def freeze_one(deployment: Deployment) -> Harm:

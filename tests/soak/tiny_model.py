@@ -46,7 +46,7 @@ def _build_weights(vocab_size: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(torch.bfloat16)
+        return torch.randn(*shape, generator=generator).mul(shape[-1] ** -0.5).to(torch.bfloat16)
 
     weights = {"model.embed_tokens.weight": random(vocab_size, 64) * 8, "model.norm.weight": torch.ones(64).bfloat16()}
     shapes = {

@@ -62,10 +62,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def build_reference(name: str) -> Any:
+def build_reference(name: str, **changes: Any) -> Any:
     """A random float32 model; every vector and bias is random too, so that leaving one out shows."""
+    config = CONFIGS[name]()
+    config.update(changes)
     torch.manual_seed(len(name))
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+    build: Any = transformers.AutoModelForCausalLM.from_config
+    model = build(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
