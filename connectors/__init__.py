@@ -25,6 +25,7 @@ from pdserve.connectors.base import (
     StepPlan,
     WakesEngine,
 )
+from pdserve.connectors.messages import MessageTypes, ServesRanks
 from pdserve.connectors.registry import ENTRY_POINT_GROUP, connector_names, load_connector
 from pdserve.errors import ConfigError, ConnectorError
 from pdserve.kv_layout import BlockHasher, BlockKey, KVCacheSpec, ModelIdentity, Rank
@@ -51,10 +52,12 @@ __all__ = [
     "KVRequest",
     "KVTransferParams",
     "MatchResult",
+    "MessageTypes",
     "ModelIdentity",
     "Rank",
     "Role",
     "ScheduledTokens",
+    "ServesRanks",
     "StepPlan",
     "WakesEngine",
     "connector_names",

@@ -48,6 +48,7 @@ class ConnectorFeatures:
         cancels_sends: its scheduler half is a `CancelsSends`.
         hears_of_queue: its scheduler half is a `HearsOfQueue`.
         wakes_engine: its worker half is a `WakesEngine`.
+        ranks: it serves engines of several ranks, and its class is a `ServesRanks`.
     """
 
     can_save: bool = False
@@ -57,6 +58,7 @@ class ConnectorFeatures:
     cancels_sends: bool = False
     hears_of_queue: bool = False
     wakes_engine: bool = False
+    ranks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

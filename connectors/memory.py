@@ -7,8 +7,8 @@ reported at its end, and what a step computes is saved before it ends. It never 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pdserve.connectors.base import (
     ConnectorContext,
@@ -22,16 +22,22 @@ from pdserve.connectors.base import (
 from pdserve.connectors.blocks.block_format import HEADER_BYTES, BlockFormat
 from pdserve.connectors.blocks.failures import InvalidBlockError
 from pdserve.connectors.blocks.messages import BlockTransfer, LoadRequest, SaveRequest, StepMetadata, pair_blocks
+from pdserve.connectors.messages import MessageTypes
 from pdserve.connectors.null import NullScheduler, NullWorker
 from pdserve.errors import ConfigError
-from pdserve.kv_layout import KVCacheSpec
+from pdserve.kv_layout import KVCacheSpec, Rank
 from pdserve.protocol import KVTransferParams, Role
 
 if TYPE_CHECKING:
     import torch
 
 Store = dict[bytes, bytes]
-"""Sealed blocks (header, checksum, payload) by digest."""
+"""Sealed blocks (header, checksum, payload); each rank's share of a block by a name of its own."""
+
+
+def get_name(digest: bytes, rank: Rank) -> bytes:
+    """What a rank's share of a block is called in the store."""
+    return digest + rank.label.encode()
 
 
 class MemoryScheduler(NullScheduler):
@@ -39,6 +45,7 @@ class MemoryScheduler(NullScheduler):
 
     def __init__(self, context: ConnectorContext, store: Store) -> None:
         self._context = context
+        self._ranks = context.rank.all_ranks
         self._store = store
         self._loads: list[LoadRequest] = []
 
@@ -48,7 +55,7 @@ class MemoryScheduler(NullScheduler):
         num_tokens = 0
         # Inside a block there is nothing to offer: its first tokens are the engine's own, and perhaps shared.
         for key in request.block_keys[start:] if offset == 0 else ():
-            if key.digest not in self._store:
+            if not all(get_name(key.digest, rank) in self._store for rank in self._ranks):
                 break
             num_tokens += key.num_tokens
         return MatchResult(num_tokens, is_async=num_tokens > 0)
@@ -94,6 +101,7 @@ class MemoryWorker(NullWorker):
 
     def __init__(self, context: ConnectorContext, store: Store) -> None:
         self._format = BlockFormat(context.identity, context.spec)
+        self._rank = context.rank
         self._store = store
         self._saves: list[SaveRequest] = []
         self._report = ConnectorOutput()
@@ -124,11 +132,12 @@ class MemoryWorker(NullWorker):
         """Copy the step's whole blocks; when this returns, the engine may do with them what it likes."""
         saves, self._saves = self._saves, []
         for block in (block for save in saves for block in save.blocks):
-            if block.digest not in self._store:
+            name = get_name(block.digest, self._rank)
+            if name not in self._store:
                 value = bytearray(self._format.value_bytes)
                 self._memory.copy_out(block.block_id, block.num_tokens, memoryview(value)[HEADER_BYTES:])
                 self._format.seal(block.key, memoryview(value))
-                self._store[block.digest] = bytes(value)
+                self._store[name] = bytes(value)
                 self._report.stats.num_blocks_saved += 1
                 self._report.stats.num_bytes_saved += self._format.payload_bytes
 
@@ -141,7 +150,8 @@ class MemoryWorker(NullWorker):
 
     def _load(self, block: BlockTransfer) -> str | None:
         """Verify, then copy: unverified bytes never touch KV memory. The kind of the failure, or None."""
-        value = self._store.get(block.digest)
+        name = get_name(block.digest, self._rank)
+        value = self._store.get(name)
         if value is None:
             return "missing"
         header, payload = value[:HEADER_BYTES], memoryview(value)[HEADER_BYTES:]
@@ -149,7 +159,7 @@ class MemoryWorker(NullWorker):
             self._format.verify_header(block.key, header, len(value))
             self._format.verify_payload(header, payload)
         except InvalidBlockError as error:
-            self._store.pop(block.digest, None)
+            self._store.pop(name, None)
             return error.kind
         self._memory.get_view(block.block_id)[:] = payload
         self._report.stats.num_blocks_loaded += 1
@@ -160,7 +170,7 @@ class MemoryWorker(NullWorker):
 class MemoryConnector:
     """Builds the two halves."""
 
-    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True, is_store=True)
+    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True, is_store=True, ranks=True)
 
     @classmethod
     def build_scheduler(cls, context: ConnectorContext) -> MemoryScheduler:
@@ -171,6 +181,11 @@ class MemoryConnector:
     def build_worker(cls, context: ConnectorContext) -> MemoryWorker:
         """The worker half; ConfigError without a store."""
         return MemoryWorker(context, _get_store(context))
+
+    @classmethod
+    def message_types(cls, options: Mapping[str, Any]) -> MessageTypes:
+        """The same whatever the options: the worker halves say nothing of their own."""
+        return MessageTypes(metadata=StepMetadata)
 
 
 def _get_store(context: ConnectorContext) -> Store:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pdserve.connectors.base import (
     ConnectorContext,
@@ -15,6 +15,7 @@ from pdserve.connectors.base import (
     MatchResult,
     StepPlan,
 )
+from pdserve.connectors.messages import MessageTypes
 from pdserve.errors import ConfigError
 from pdserve.kv_layout import KVCacheSpec
 
@@ -84,7 +85,7 @@ class NullWorker:
 class NullConnector:
     """Builds the two halves that do nothing; it takes no options."""
 
-    features: ClassVar[ConnectorFeatures] = ConnectorFeatures()
+    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(ranks=True)
 
     @classmethod
     def build_scheduler(cls, context: ConnectorContext) -> NullScheduler:
@@ -105,6 +106,11 @@ class NullConnector:
         """
         _refuse_options(context)
         return NullWorker()
+
+    @classmethod
+    def message_types(cls, options: Mapping[str, Any]) -> MessageTypes:
+        """The halves have nothing to say to each other."""
+        return MessageTypes()
 
 
 def _refuse_options(context: ConnectorContext) -> None:

@@ -10,7 +10,9 @@ from importlib import metadata
 from typing import cast
 
 from pdserve.connectors.base import KVConnector
+from pdserve.connectors.messages import ServesRanks
 from pdserve.errors import ConfigError
+from pdserve.kv_layout import Rank
 
 ENTRY_POINT_GROUP = "pdserve.connectors"
 _REQUIRED_ATTRIBUTES = ("features", "build_scheduler", "build_worker")
@@ -42,6 +44,26 @@ def load_connector(name: str) -> type[KVConnector]:
         raise ConfigError(f"connector {name!r} is registered more than once; choose {choices}")
     (entry,) = entries.values()
     return _import_class(name, f"{entry.module}:{entry.attr}", _how_to_install(entry))
+
+
+def require_ranks(name: str, connector: type[KVConnector], rank: Rank) -> None:
+    """Refuse an engine of several ranks unless the connector serves them.
+
+    Args:
+        name: the connector's, for people.
+        connector: its class.
+        rank: any of the engine's.
+
+    Raises:
+        ConfigError: it does not declare `ConnectorFeatures.ranks`, or not what its halves say to each other.
+    """
+    if rank.size == 1:
+        return
+    sizes = f"tensor_parallel_size {rank.tensor_parallel_size}, pipeline_parallel_size {rank.pipeline_parallel_size}"
+    if not connector.features.ranks:
+        raise ConfigError(f"connector {name} serves one rank only, not {sizes}: set both to 1 or choose another one")
+    if not isinstance(connector, ServesRanks):
+        raise ConfigError(f"connector {name} declares ranks, but has no message_types")
 
 
 def _how_to_install(entry: metadata.EntryPoint) -> str:

@@ -90,6 +90,15 @@ class Rank:
         return self.pipeline_parallel_rank * self.tensor_parallel_size + self.tensor_parallel_rank
 
     @property
+    def all_ranks(self) -> list[Rank]:
+        """The engine's, in order, this one among them."""
+        return [
+            Rank(tensor, self.tensor_parallel_size, pipeline, self.pipeline_parallel_size)
+            for pipeline in range(self.pipeline_parallel_size)
+            for tensor in range(self.tensor_parallel_size)
+        ]
+
+    @property
     def label(self) -> str:
         """For the names of its shares, like ``tp0of3-pp1of2``; empty for the only rank of an engine."""
         if self.size == 1:

@@ -45,6 +45,7 @@ def test_every_part_of_the_identity_changes_the_fingerprint_and_is_named(change:
 def test_ranks_are_numbered_and_named_over_both_ways_of_sharing() -> None:
     ranks = [Rank(tensor, 3, pipeline, 2) for pipeline in range(2) for tensor in range(3)]
     assert [rank.index for rank in ranks] == list(range(6))
+    assert ranks[4].all_ranks == ranks
     assert {rank.size for rank in ranks} == {6}
     assert [rank.label for rank in ranks[2:4]] == ["tp2of3-pp0of2", "tp0of3-pp1of2"]
 
