@@ -5,17 +5,28 @@ A layer, with x the residual stream::
     h = norm(x);  q, k, v = qkv(h);  q, k = qk_norm(q), qk_norm(k)   (Qwen3)
     q, k rotated;  k, v written to the KV cache;  a = attention(q, cache)
     x += output(a);  h = norm(x);  x += down(silu(gate(h)) * up(h))
+
+Where ranks share the layers, each has the weights of some heads and some outputs of each product, and `Gather` puts
+their columns together: a sum is never split, so its bits are those of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from pdserve.kernels.base import AttentionMetadata, AttentionPlan, KernelBackend, Rotation
+from pdserve.kernels.base import AttentionMetadata, AttentionPlan, KernelBackend, LinearWeight, Rotation
 from pdserve.kernels.decoder import DecoderShape, LayerHook, LayerWeights
+
+Gather = Callable[[Tensor], Tensor]
+"""From this rank's columns [T, C] to all ranks' side by side, in the order of the ranks."""
+
+
+def keep(x: Tensor) -> Tensor:
+    """The `Gather` of a single rank, which has all columns."""
+    return x
 
 
 class LayerLoop:
@@ -23,14 +34,21 @@ class LayerLoop:
 
     Args:
         backend: the kernels; it prepared the weights.
-        layers: the weights.
+        layers: the weights, or this rank's share of their outputs.
         final_norm: [D].
-        shape: of the attention.
+        shape: of the attention that is computed here.
+        gather: puts the ranks' columns together.
     """
 
     def __init__(
-        self, backend: KernelBackend, layers: Sequence[LayerWeights], final_norm: Tensor, shape: DecoderShape
+        self,
+        backend: KernelBackend,
+        layers: Sequence[LayerWeights],
+        final_norm: Tensor,
+        shape: DecoderShape,
+        gather: Gather = keep,
     ) -> None:
+        self._gather = gather
         self._backend = backend
         self._layers = tuple(layers)
         self._next_norms = (*(layer.input_norm for layer in layers[1:]), final_norm)
@@ -75,10 +93,10 @@ class LayerLoop:
             attended_TNH = plan.attend(q_TNH, kv_layer)
             if on_layer is not None:
                 on_layer.after_layer(index)
-            attended_TD = self._backend.linear(attended_TNH.flatten(1), layer.output)
+            attended_TD = self._multiply(attended_TNH.flatten(1), layer.output)
             hidden_TD = self._add_norm(attended_TD, residual_TD, layer.post_attention_norm)
             gate_up_T2I = self._backend.linear(hidden_TD, layer.gate_up)
-            fed_TD = self._backend.linear(self._backend.silu_mul(gate_up_T2I), layer.down)
+            fed_TD = self._multiply(self._backend.silu_mul(gate_up_T2I), layer.down)
             hidden_TD = self._add_norm(fed_TD, residual_TD, next_norm)
         return hidden_TD
 
@@ -92,6 +110,10 @@ class LayerLoop:
             q_TNH = self._backend.rms_norm(q_TNH, layer.q_norm, shape.rms_norm_eps)
             k_TKH = self._backend.rms_norm(k_TKH, layer.k_norm, shape.rms_norm_eps)
         return q_TNH, k_TKH, v_TKH
+
+    def _multiply(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """``weight``'s outputs [T, D] of inputs whose columns the ranks share, as they share its outputs."""
+        return self._gather(self._backend.linear(self._gather(x), weight))
 
     def _add_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor) -> Tensor:
         return self._backend.add_rms_norm(x_TD, residual_TD, weight_D, self._shape.rms_norm_eps)

@@ -44,8 +44,14 @@ class WeightReader:
     ) -> None:
         self._stack.close()
 
-    def read_into(self, name: str, target: Tensor) -> None:
+    def read_into(self, name: str, target: Tensor, *, part: int = 0, num_parts: int = 1) -> None:
         """Copy tensor ``name`` into ``target``, converted to its dtype.
+
+        Args:
+            name: of the tensor.
+            target: takes it, or one part of its rows.
+            part: which of the parts, from 0.
+            num_parts: equal parts that its rows are cut into; only this one is read.
 
         Raises:
             ConfigError: it is missing, has another shape, is not of a floating type, or cannot be read.
@@ -54,10 +60,12 @@ class WeightReader:
             raise ConfigError(f"model tensor {name} is missing from the safetensors files")
         path, handle = self._handles[name]
         try:
-            shape = tuple(handle.get_slice(name).get_shape())
-            if shape != tuple(target.shape):
-                raise ConfigError(f"model tensor {name} has shape {shape}; config.json asks for {tuple(target.shape)}")
-            source: Tensor = handle.get_tensor(name)
+            rows = handle.get_slice(name)
+            shape, expected = tuple(rows.get_shape()), (target.shape[0] * num_parts, *target.shape[1:])
+            if shape != expected:
+                raise ConfigError(f"model tensor {name} has shape {shape}; config.json asks for {expected}")
+            first = part * target.shape[0]
+            source: Tensor = handle.get_tensor(name) if num_parts == 1 else rows[first : first + target.shape[0]]
         except SafetensorError as error:
             raise ConfigError(f"model tensor {name} cannot be read from {path}: {error}") from error
         if source.dtype not in _FLOATS:
@@ -65,9 +73,9 @@ class WeightReader:
         target.copy_(source)
         self._unread.discard(name)
 
-    def ignore(self, name: str) -> None:
-        """Accept that ``name`` may stand in the files unused."""
-        self._unread.discard(name)
+    def ignore(self, prefix: str) -> None:
+        """Accept that tensors whose names begin like this may stand in the files unused."""
+        self._unread = {name for name in self._unread if not name.startswith(prefix)}
 
     def require_all_read(self) -> None:
         """Raise if the files hold tensors that nobody asked for.

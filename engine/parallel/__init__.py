@@ -1,0 +1,1 @@
+"""Several worker processes under one engine: tensor and pipeline parallel."""
