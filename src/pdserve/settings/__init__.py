@@ -15,7 +15,8 @@ process composes sections in one more frozen dataclass, the root, and calls `loa
 
 Every field is then ``--port 8000`` on the command line and ``port = 8000`` under ``[router]`` in the file
 that ``--config`` names. The command line goes over the file, the file over the defaults. What is unknown,
-ill-typed or out of range is a `ConfigError` that names the key and the nearest known one.
+ill-typed or out of range is a `ConfigError` that names the key and the nearest known one. The commands of a service
+may share a file; see `toml_file`.
 """
 
 from pdserve.settings.fields import describe_settings, section, setting

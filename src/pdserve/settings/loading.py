@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import pdserve
 from pdserve.errors import ConfigError
 from pdserve.settings.fields import Option, ValueKind, list_options, list_sections, replace_values
+from pdserve.settings.toml_file import describe_unknown, read_toml
 
 T = TypeVar("T")
 
@@ -49,11 +49,11 @@ def load_settings(
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
-        raise ConfigError(_unknown("argument", unknown[0].partition("=")[0], known))
+        raise ConfigError(describe_unknown("argument", unknown[0].partition("=")[0], known))
     given = vars(namespace)
     values: dict[tuple[str, str], Any] = {}
     if "config" in given:
-        values.update(_read_toml(Path(given["config"]), options, list_sections(defaults)))
+        values.update(read_toml(Path(given["config"]), options, list_sections(defaults), prog))
     for option in options:
         if _dest(option) in given:
             values[option.key] = _checked(option, given[_dest(option)], values.get(option.key))
@@ -78,7 +78,7 @@ def build_parser(
     parser.add_argument(
         "--config",
         metavar="FILE.toml",
-        help="TOML file with any of these settings, under [section] tables named as the groups below",
+        help="TOML file with any of these settings, in tables named as the groups below",
     )
     groups = {name: parser.add_argument_group(name, text) for name, text in list_sections(defaults).items()}
     for option in list_options(defaults):
@@ -215,37 +215,3 @@ def _checked(option: Option, value: Any, from_file: Any) -> Any:
         return option.check(value)
     except ConfigError as error:
         raise ConfigError(f"{option.flag}: {error.message}") from None
-
-
-def _read_toml(path: Path, options: Iterable[Option], sections: Iterable[str]) -> dict[tuple[str, str], Any]:
-    by_key = {option.key: option for option in options}
-    known_sections = list(sections)
-    values: dict[tuple[str, str], Any] = {}
-    for section, table in _parse_toml(path).items():
-        if section not in known_sections:
-            raise ConfigError(f"{path}: {_unknown('section', f'[{section}]', [f'[{s}]' for s in known_sections])}")
-        if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {section} = {table!r} is not a table; write [{section}] and keys below it")
-        known_keys = [name for known_section, name in by_key if known_section == section]
-        for name, value in table.items():
-            if name not in known_keys:
-                raise ConfigError(f"{path}: [{section}] {_unknown('key', name, known_keys)}")
-            try:
-                values[section, name] = by_key[section, name].check(value)
-            except ConfigError as error:
-                raise ConfigError(f"{path}: [{section}] {name}: {error.message}") from None
-    return values
-
-
-def _parse_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not TOML: {error}") from None
-
-
-def _unknown(what: str, name: str, known: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"unknown {what} {name}" + (f"; the nearest known one is {nearest[0]}" if nearest else "")
