@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from pdserve.connectors.base import KVConnectorScheduler
+from pdserve.engine.announcement_wait import AnnouncementWait
 from pdserve.engine.block_accounting import BlockReport, build_report
 from pdserve.engine.cache_events import build_snapshot
 from pdserve.engine.config import EngineConfig
@@ -77,6 +78,7 @@ class EngineCore:
             stats=self._stats,
             clock=clock,
         )
+        self._announcement_wait = AnnouncementWait(clock)
 
     @classmethod
     def build(
@@ -152,7 +154,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step could compute tokens."""
-        return self._scheduler.has_work
+        return self._scheduler.has_work and not self._is_waiting_to_announce
 
     def has_transfers(self) -> bool:
         """Whether KV moves or is held: ``step`` must be called every few milliseconds even when idle."""
@@ -161,15 +163,20 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, update; outputs of all requests that got something."""
         outputs = self._scheduler.expire_requests()
-        step = self._scheduler.schedule()
+        step = self._scheduler.schedule_nothing() if self._is_waiting_to_announce else self._scheduler.schedule()
         started_s = self._clock()
         result = self._executor.execute_model(step)
         outputs += self._scheduler.update_from_output(step, result)
         self._observe_step(step, self._clock() - started_s)
         return outputs
 
+    @property
+    def _is_waiting_to_announce(self) -> bool:
+        return not self._announcement_wait.is_over and self._scheduler.transfers.has_unannounced
+
     def _observe_step(self, step: SchedulerOutput, seconds: float) -> None:
         if step.num_tokens:
+            self._announcement_wait.note_step(seconds)
             self._stats.step_time.observe(seconds)
             self._stats.step_tokens.observe(step.num_tokens)
 
@@ -209,7 +216,7 @@ class EngineCore:
         stats.num_blocks.set(load.num_blocks)
         stats.num_used_blocks.set(load.num_used_blocks)
         stats.num_cached_blocks.set(self.kv_cache.pool.num_cached_blocks)
-        self._scheduler.update_transfer_metrics()
+        self._scheduler.transfers.update_metrics()
         allocated = self.kv_cache.count_allocated_slots()
         wasted = max(allocated - self._scheduler.count_used_slots(), 0)
         stats.wasted_slots.set(wasted)
@@ -223,7 +230,7 @@ class EngineCore:
     def check_blocks(self, max_transfer_age_s: float) -> list[str]:
         """What a watchdog should tell: blocks nobody explains, transfers that do not end. Sets the metrics too."""
         mistakes = self.get_block_report().mistakes
-        num_overdue = self._scheduler.count_overdue_transfers(max_transfer_age_s)
+        num_overdue = self._scheduler.transfers.count_overdue(max_transfer_age_s)
         self._stats.leaked_blocks.set(len(mistakes))
         self._stats.overdue_transfers.set(num_overdue)
         if num_overdue:

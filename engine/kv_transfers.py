@@ -119,6 +119,11 @@ class KVTransfers:
         """Whether a report is still to come."""
         return bool(self._loads or self._sends)
 
+    @property
+    def has_unannounced(self) -> bool:
+        """Whether hand-offs wait for their KV to be saved."""
+        return any(send.announcement is not None for send in self._sends.values())
+
     # --- loads ------------------------------------------------------------------------------------------
 
     def note_queued(self, request: Request) -> None:

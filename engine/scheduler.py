@@ -72,6 +72,9 @@ class Scheduler:
         eos_token_ids: tokens that end a request unless it ignores them.
         stats: counters to keep.
         clock: monotonic seconds.
+
+    Attributes:
+        transfers: KV on its way in or out.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._transfers = KVTransfers(settings, kv_cache, connector, stats, clock)
+        self.transfers = KVTransfers(settings, kv_cache, connector, stats, clock)
         self._runner_view = RunnerView()
         self._is_stalled = False
 
@@ -114,7 +117,7 @@ class Scheduler:
         assert request.request_id not in self._requests, f"request id {request.request_id} is in use"
         self._requests[request.request_id] = request
         bisect.insort(self._waiting, request, key=self._order)
-        self._transfers.note_queued(request)
+        self.transfers.note_queued(request)
         self._is_stalled = False
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -127,7 +130,7 @@ class Scheduler:
             if request is not None:
                 self._finish(request, FinishReason.ABORT)
             else:
-                self._transfers.cancel_send(request_id)
+                self.transfers.cancel_send(request_id)
 
     def fail_requests(self, request_ids: Iterable[str], error: WireError) -> list[RequestOutput]:
         """End these requests with an error."""
@@ -150,7 +153,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a place or for KV."""
-        return len(self._waiting) + self._transfers.num_loading
+        return len(self._waiting) + self.transfers.num_loading
 
     @property
     def num_running(self) -> int:
@@ -170,7 +173,7 @@ class Scheduler:
         the waiting requests, because a connector asked for patience or memory is still held.
         """
         is_held_up = bool(self._waiting) and self._is_stalled
-        return self._transfers.has_any or self._runner_view.has_news or is_held_up
+        return self.transfers.has_any or self._runner_view.has_news or is_held_up
 
     def count_used_slots(self) -> int:
         """Token slots that hold KV of running or waiting requests, for the waste metric."""
@@ -190,15 +193,7 @@ class Scheduler:
             for request in self._requests.values()
             if self._holds_blocks(request)
         ]
-        return live + self._transfers.get_holdings()
-
-    def update_transfer_metrics(self) -> None:
-        """Set what the metrics tell of transfers now."""
-        self._transfers.update_metrics()
-
-    def count_overdue_transfers(self, max_age_s: float) -> int:
-        """Transfers that have been under way for longer than ``max_age_s``."""
-        return self._transfers.count_overdue(max_age_s)
+        return live + self.transfers.get_holdings()
 
     # --- one step ---------------------------------------------------------------------------------------
 
@@ -212,6 +207,10 @@ class Scheduler:
             self._schedule_waiting(scheduled, budget)
         self._is_stalled = not scheduled
         return self._build_output(scheduled, preempted)
+
+    def schedule_nothing(self) -> SchedulerOutput:
+        """A step without tokens: transfers go on, and nothing else."""
+        return self._build_output({}, [])
 
     def expire_requests(self) -> list[RequestOutput]:
         """End the requests whose deadline has passed."""
@@ -233,10 +232,10 @@ class Scheduler:
             request = self._requests.get(item.request_id)
             if request is None:
                 continue  # aborted or failed since
-            if invalid_block_ids and self._transfers.rewind_invalid(request, invalid_block_ids):
+            if invalid_block_ids and self.transfers.rewind_invalid(request, invalid_block_ids):
                 # Computed on blocks that a synchronous load did not fill; the runner may have a token of it.
                 self._runner_view.drop(request.request_id)
-                if self._transfers.fails_requests:
+                if self.transfers.fails_requests:
                     outputs.append(self._finish(request, FinishReason.ERROR, error=LOAD_FAILED))
                 continue
             if item.request_id in result.failed:
@@ -273,7 +272,7 @@ class Scheduler:
     def _schedule_waiting(self, scheduled: dict[str, int], budget: int) -> None:
         """Then waiting ones, in order, while there is budget, a place and memory."""
         for request in list(self._waiting):
-            if budget <= 0 or len(self._running) + self._transfers.num_loading >= self._settings.max_num_seqs:
+            if budget <= 0 or len(self._running) + self.transfers.num_loading >= self._settings.max_num_seqs:
                 return
             if not self._holds_blocks(request):
                 admission = self._admit(request)
@@ -293,7 +292,7 @@ class Scheduler:
         """Give a waiting request its blocks: prefix hits, and room for what a connector loads."""
         prefix = self._kv_cache.find_prefix(request)
         num_local = len(prefix) * self._kv_cache.block_size
-        match = self._transfers.get_match(request, num_local)
+        match = self.transfers.get_match(request, num_local)
         if match.num_tokens is None:
             return Admission.NOT_NOW
         # Admitting by the whole length, not by the first chunk, keeps prompts from preempting one another.
@@ -303,7 +302,7 @@ class Scheduler:
         self._kv_cache.admit(request.request_id, prefix, num_local + match.num_tokens)
         self._stats.count_lookup(request, num_local, match, self._kv_cache.block_size)
         request.note_admission(num_local, self._clock())
-        if self._transfers.start_load(request, match):
+        if self.transfers.start_load(request, match):
             self._remove_waiting(request)
             return Admission.NOT_NOW
         return Admission.ADMITTED
@@ -333,7 +332,7 @@ class Scheduler:
         Only when nothing else will give memory back: without this, requests with loaded KV could hold all of
         it while none of them can go on.
         """
-        if self._running or self._transfers.has_any:
+        if self._running or self.transfers.has_any:
             return False
         for request in reversed(self._waiting):
             if request is not keep and self._holds_blocks(request):
@@ -364,7 +363,7 @@ class Scheduler:
             dropped_request_ids=self._runner_view.take_dropped(),
             num_tokens=sum(scheduled.values()),
             connector_metadata=self._connector.build_connector_metadata(StepPlan(plan, preempted)),
-            finished_sending_due=self._transfers.take_sending_due(),
+            finished_sending_due=self.transfers.take_sending_due(),
         )
 
     # --- results ----------------------------------------------------------------------------------------
@@ -396,13 +395,13 @@ class Scheduler:
         if reason is None:
             return output
         end = self._finish(request, reason)
-        if self._transfers.defer(end):
+        if self.transfers.defer(end):
             return output  # the hand-off is announced when the KV is saved
         return _merge(output, end)
 
     def _update_transfers(self, output: ConnectorOutput) -> list[RequestOutput]:
         """Loads that ended put requests back into the queue; sends that ended free blocks and announce KV."""
-        update = self._transfers.update(output)
+        update = self.transfers.update(output)
         for request in update.loaded:
             bisect.insort(self._waiting, request, key=self._order)
             self._is_stalled = False
@@ -417,7 +416,7 @@ class Scheduler:
             self._remove_waiting(request)
         del self._requests[request.request_id]
         self._runner_view.drop(request.request_id)
-        params = self._transfers.finish(request, reason)
+        params = self.transfers.finish(request, reason)
         request.status = RequestStatus.FINISHED
         self._stats.count_finished(request, reason, self._clock())
         return RequestOutput(

@@ -31,8 +31,8 @@ def test_every_holder_is_named_with_its_purpose() -> None:
     }
     assert report.num_used_blocks == 7
     assert report.mistakes == []
-    assert h.scheduler.count_overdue_transfers(2.9) == 3
-    assert h.scheduler.count_overdue_transfers(3.1) == 0
+    assert h.scheduler.transfers.count_overdue(2.9) == 3
+    assert h.scheduler.transfers.count_overdue(3.1) == 0
 
 
 def test_a_leak_and_a_double_free_are_named() -> None:

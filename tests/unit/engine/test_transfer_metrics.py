@@ -100,9 +100,9 @@ def test_gauges_show_what_is_under_way() -> None:
         h.add(name, range(5), handoff=True)
     h.add("d", range(10, 19), output=[77])
     h.step()
-    h.scheduler.update_transfer_metrics()
+    h.scheduler.transfers.update_metrics()
     now = read(h.stats.registry)
     assert (now["transfers_running", "load"], now["transfers_running", "save"], now["leases",]) == (1, 2, 1)
     h.step(ConnectorOutput(finished_sending={"held", "written"}, finished_receiving={"d"}))
-    h.scheduler.update_transfer_metrics()
+    h.scheduler.transfers.update_metrics()
     assert not {key for key in read(h.stats.registry) if key[0] in ("transfers_running", "leases")}
