@@ -13,10 +13,13 @@ failure is not the others'.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pdserve.connectors.base import ConnectorContext, ConnectorFeatures
-from pdserve.connectors.multi.children import build_halves, parse_children
+from pdserve.connectors.messages import MessageTypes
+from pdserve.connectors.multi.children import build_halves, get_child_types, parse_children
+from pdserve.connectors.multi.messages import compose_types
 from pdserve.connectors.multi.scheduler import MultiScheduler
 
 if TYPE_CHECKING:
@@ -33,7 +36,13 @@ class MultiConnector:
     """
 
     features: ClassVar[ConnectorFeatures] = ConnectorFeatures(
-        can_save=True, can_load=True, layerwise=True, cancels_sends=True, hears_of_queue=True, wakes_engine=True
+        can_save=True,
+        can_load=True,
+        layerwise=True,
+        cancels_sends=True,
+        hears_of_queue=True,
+        wakes_engine=True,
+        ranks=True,
     )
 
     @classmethod
@@ -60,4 +69,13 @@ class MultiConnector:
         children = parse_children(context.options)
         halves = build_halves(context, children, lambda child, own: child.connector.build_worker(own))
         layerwise = [half for child, half in zip(children, halves, strict=True) if child.connector.features.layerwise]
-        return MultiWorker(halves, layerwise, [child.name for child in children])
+        return MultiWorker(halves, layerwise, [child.name for child in children], context.rank)
+
+    @classmethod
+    def message_types(cls, options: Mapping[str, Any]) -> MessageTypes:
+        """The children's, put together.
+
+        Raises:
+            ConfigError: option ``children`` is wrong, or a child does not serve ranks.
+        """
+        return compose_types(get_child_types(parse_children(options)))

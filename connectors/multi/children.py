@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from pdserve.connectors.base import ConnectorContext, ConnectorFeatures, KVConnector
-from pdserve.connectors.registry import load_connector
+from pdserve.connectors.messages import MessageTypes, ServesRanks
+from pdserve.connectors.registry import load_connector, require_ranks
 from pdserve.errors import ConfigError
 
 
@@ -82,6 +83,20 @@ def compose_features(children: Sequence[Child]) -> ConnectorFeatures:
     )
 
 
+def get_child_types(children: Sequence[Child]) -> list[MessageTypes]:
+    """What each child's halves say to each other.
+
+    Raises:
+        ConfigError: a child does not serve ranks.
+    """
+    types: list[MessageTypes] = []
+    for child in children:
+        if not isinstance(child.connector, ServesRanks):
+            raise _error(f"child {child.name} serves one rank only")
+        types.append(child.connector.message_types(child.options))
+    return types
+
+
 class _Closable(Protocol):
     def close(self) -> None: ...
 
@@ -95,11 +110,12 @@ def build_halves(
     """Build one half of each child with its own options; when one refuses, those before it are closed.
 
     Raises:
-        ConfigError: a child refuses its options.
+        ConfigError: a child refuses its options, or serves one rank only and the engine has several.
     """
     with contextlib.ExitStack() as built:
         halves = []
         for child in children:
+            require_ranks(child.name, child.connector, context.rank)
             half = build(child, dataclasses.replace(context, options=child.options))
             built.callback(half.close)
             halves.append(half)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from types import GenericAlias
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from pdserve.connectors.base import ConnectorMetadata
+from pdserve.connectors.messages import MessageTypes
 
 
 class OwnedLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -30,13 +32,6 @@ class OwedSend(msgspec.Struct, frozen=True, array_like=True):
     is_awaited: bool
 
 
-class ChildMessage(msgspec.Struct, frozen=True, array_like=True):
-    """What one child's worker half says to its scheduler half."""
-
-    child: int
-    message: Any
-
-
 class ChildSent(msgspec.Struct, frozen=True, array_like=True):
     """One child's own end of a sending, whatever the others do and whether or not the engine waits.
 
@@ -53,15 +48,44 @@ class ChildSent(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
 
 
-class MultiMetadata(msgspec.Struct, frozen=True):
+Parts = TypeVar("Parts")
+
+
+class MultiMetadata(msgspec.Struct, Generic[Parts], frozen=True):
     """One step's message.
 
     Attributes:
-        parts: each child's own message, in order of the children.
+        parts: each child's own message: a tuple in order of the children.
         loads: who runs what.
         sends: who will report what.
     """
 
-    parts: list[ConnectorMetadata]
+    parts: Parts
     loads: list[OwnedLoad] = []
     sends: list[OwedSend] = []
+
+
+Said = TypeVar("Said")
+
+
+class MultiReport(msgspec.Struct, Generic[Said], frozen=True):
+    """What one rank's children say to their scheduler halves after a step.
+
+    Attributes:
+        rank: its index.
+        said: each child's own messages: a tuple of lists in order of the children.
+        sent: sendings that ended.
+    """
+
+    rank: int
+    said: Said
+    sent: list[ChildSent]
+
+
+def compose_types(children: Sequence[MessageTypes]) -> MessageTypes:
+    """What the composition's halves say when its children's say this."""
+    metadata: Any = MultiMetadata
+    report: Any = MultiReport
+    parts = GenericAlias(tuple, tuple(types.metadata for types in children))
+    said = GenericAlias(tuple, tuple(GenericAlias(list, (types.report,)) for types in children))
+    return MessageTypes(metadata=metadata[parts], report=report[said])

@@ -8,10 +8,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pdserve.connectors.base import (
     CancelsSends,
     ConnectorContext,
+    ConnectorMetadata,
     ConnectorOutput,
     FinishDecision,
     HearsOfQueue,
@@ -24,8 +26,9 @@ from pdserve.connectors.base import (
 )
 from pdserve.connectors.blocks.failures import WarningLimiter
 from pdserve.connectors.multi.children import Child
-from pdserve.connectors.multi.messages import ChildMessage, ChildSent, MultiMetadata, OwedSend, OwnedLoad
+from pdserve.connectors.multi.messages import MultiMetadata, MultiReport, OwedSend, OwnedLoad
 from pdserve.connectors.multi.params import compose_params, view_for
+from pdserve.connectors.output_aggregator import OutputAggregator
 from pdserve.errors import ConnectorError
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,8 @@ class MultiScheduler:
         self._loading_by: dict[str, int] = {}
         self._failed_by: dict[str, set[int]] = {}
         self._sent_by: dict[str, tuple[int, ...]] = {}
+        self._num_ranks = context.rank.size
+        self._aggregators = [OutputAggregator(self._num_ranks) for _ in children]
         self._loads: list[OwnedLoad] = []
         self._sends: list[OwedSend] = []
 
@@ -121,12 +126,12 @@ class MultiScheduler:
             num_tokens = num_external_tokens if index == promise.child else 0
             half.update_state_after_alloc(view_for(request, child), block_ids, num_computed_tokens, num_tokens)
 
-    def build_connector_metadata(self, plan: StepPlan) -> MultiMetadata:
+    def build_connector_metadata(self, plan: StepPlan) -> MultiMetadata[tuple[ConnectorMetadata, ...]]:
         """Every child's message, and who owes what."""
-        parts = [
+        parts = tuple(
             half.build_connector_metadata(_view_plan(plan, child))
             for child, half in zip(self._children, self._halves, strict=True)
-        ]
+        )
         metadata = MultiMetadata(parts, self._loads, self._sends)
         self._loads, self._sends = [], []
         return metadata
@@ -164,6 +169,8 @@ class MultiScheduler:
         ]
         decision = self._join(request_id, decisions)
         owed = tuple(index for index, own in enumerate(decisions) if own.expects_sent)
+        for index in owed:
+            self._aggregators[index].expect((), [request_id])
         if owed:
             self._sends.append(OwedSend(request_id, owed, decision.expects_sent))
         if decision.expects_sent:
@@ -222,18 +229,26 @@ class MultiScheduler:
         def is_loaded(request_id: str) -> bool:
             return self._loading_by.get(request_id) == index
 
-        sent = [said for said in output.messages if isinstance(said, ChildSent) and said.child == index]
-        said = [said.message for said in output.messages if isinstance(said, ChildMessage) and said.child == index]
-        return ConnectorOutput(
-            finished_sending={own.request_id for own in sent},
-            failed_sending={own.request_id for own in sent if not own.is_saved},
-            finished_receiving=set(filter(is_loaded, output.finished_receiving)),
-            failed_receiving=_keep(output.failed_receiving, is_loaded),
-            invalid_block_ids=set(output.invalid_block_ids),
-            received_bytes=_keep(output.received_bytes, is_loaded),
-            sent_bytes={own.request_id: own.num_bytes for own in sent},
-            messages=said,
-        )
+        own = self._merge_ranks(output.messages, index)
+        own.finished_receiving = set(filter(is_loaded, output.finished_receiving))
+        own.failed_receiving = _keep(output.failed_receiving, is_loaded)
+        own.invalid_block_ids = set(output.invalid_block_ids)
+        own.received_bytes = _keep(output.received_bytes, is_loaded)
+        return own
+
+    def _merge_ranks(self, reports: Sequence[MultiReport[Sequence[list[Any]]]], index: int) -> ConnectorOutput:
+        """What the child's worker halves said, and its sendings that ended in all ranks."""
+        outputs = [ConnectorOutput() for _ in range(self._num_ranks)]
+        for report in reports:
+            output = outputs[report.rank]
+            output.messages += report.said[index]
+            for sent in report.sent:
+                if sent.child == index:
+                    output.finished_sending.add(sent.request_id)
+                    output.sent_bytes[sent.request_id] = sent.num_bytes
+                    if not sent.is_saved:
+                        output.failed_sending.add(sent.request_id)
+        return self._aggregators[index].merge(outputs)
 
 
 def _keep(counts: Mapping[str, int], is_own: Callable[[str], bool]) -> dict[str, int]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pdserve.connectors.base import (
     ChoosesLayerSteps,
+    ConnectorMetadata,
     ConnectorOutput,
     ConnectorStats,
     KVConnectorWorker,
     WakesEngine,
 )
-from pdserve.connectors.multi.messages import ChildMessage, ChildSent, MultiMetadata, OwedSend
+from pdserve.connectors.multi.messages import ChildSent, MultiMetadata, MultiReport, OwedSend
 from pdserve.connectors.multi.params import CONNECTOR_NAME
-from pdserve.kv_layout import KVCacheSpec
+from pdserve.kv_layout import KVCacheSpec, Rank
 
 
 @dataclass(slots=True)
@@ -44,11 +46,17 @@ class MultiWorker:
         halves: the children's worker halves, in order.
         layerwise: those of them that want their layer hooks called.
         names: of the children, as in ``halves``.
+        rank: whose halves they are.
     """
 
     def __init__(
-        self, halves: Sequence[KVConnectorWorker], layerwise: Sequence[KVConnectorWorker], names: Sequence[str]
+        self,
+        halves: Sequence[KVConnectorWorker],
+        layerwise: Sequence[KVConnectorWorker],
+        names: Sequence[str],
+        rank: Rank,
     ) -> None:
+        self._rank = rank
         self._halves = halves
         self._names = names
         self._layerwise = layerwise
@@ -56,6 +64,7 @@ class MultiWorker:
         self._loading_by: dict[str, int] = {}
         self._sends: dict[str, _Send] = {}
         self._due: dict[str, OwedSend] = {}
+        self._sent: list[ChildSent] = []
 
     def register_kv_caches(self, kv_cache: torch.Tensor, spec: KVCacheSpec) -> None:
         """All children share the memory.
@@ -72,7 +81,7 @@ class MultiWorker:
             if isinstance(half, WakesEngine):
                 half.set_wake_up(wake)
 
-    def start_load_kv(self, metadata: MultiMetadata) -> None:
+    def start_load_kv(self, metadata: MultiMetadata[Sequence[ConnectorMetadata]]) -> None:
         """Begin every child's loads."""
         for load in metadata.loads:
             self._loading_by.setdefault(load.request_id, load.child)
@@ -113,8 +122,12 @@ class MultiWorker:
             self._sends[request_id] = _Send(set(owed.children), owed.is_awaited)
             for index in owed.children:
                 due[index].append(request_id)
+        said: list[list[Any]] = []
         for index, half in enumerate(self._halves):
-            self._take(index, half.get_finished(due[index]), joint)
+            report = half.get_finished(due[index])
+            self._take(index, report, joint)
+            said.append(report.messages)
+        self._pass_on(tuple(said), joint)
         _sum_up(joint)
         return joint
 
@@ -124,11 +137,15 @@ class MultiWorker:
             for half in self._halves:
                 stack.callback(half.close)
 
+    def _pass_on(self, said: tuple[list[Any], ...], joint: ConnectorOutput) -> None:
+        sent, self._sent = self._sent, []
+        if sent or any(said):
+            joint.messages.append(MultiReport(self._rank.index, said, sent))
+
     def _take(self, index: int, report: ConnectorOutput, joint: ConnectorOutput) -> None:
         name = self._names[index]
         joint.parts |= {f"{name}/{part}": stats for part, stats in report.parts.items()} or {name: report.stats}
         joint.invalid_block_ids |= report.invalid_block_ids
-        joint.messages += [ChildMessage(index, message) for message in report.messages]
         for request_id in report.finished_sending | report.failed_sending:
             self._take_sent(index, request_id, report, joint)
         for request_id in (*report.finished_receiving, *report.failed_receiving):
@@ -148,7 +165,7 @@ class MultiWorker:
             joint.stats.count_failure("unknown")
             return
         is_saved, num_bytes = request_id not in report.failed_sending, report.sent_bytes.get(request_id, 0)
-        joint.messages.append(ChildSent(index, request_id, is_saved, num_bytes))
+        self._sent.append(ChildSent(index, request_id, is_saved, num_bytes))
         send.pending.discard(index)
         send.is_saved |= is_saved
         send.num_bytes += num_bytes

@@ -45,7 +45,7 @@ class Composition(MultiConnector):
     def build_worker(cls, context: ConnectorContext) -> MultiWorker:
         children = parse_children(context.options)
         halves = build_halves(context, children, lambda child, own: child.connector.build_worker(own))
-        return cls.worker_type(halves, [], [child.name for child in children])
+        return cls.worker_type(halves, [], [child.name for child in children], context.rank)
 
 
 class DirectAndStore(Composition):

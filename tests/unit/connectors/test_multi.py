@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import shutil
@@ -20,14 +21,19 @@ from pdserve.connectors.base import (
     ConnectorFeatures,
     ConnectorOutput,
     HearsOfQueue,
+    KVRequest,
     MatchResult,
     WakesEngine,
 )
+from pdserve.connectors.blocks.messages import BlockTransfer, LoadRequest, StepMetadata
+from pdserve.connectors.messages import MessageCodec, MessageTypes
 from pdserve.connectors.multi import MultiConnector
 from pdserve.connectors.multi.children import compose_features, parse_children
+from pdserve.connectors.multi.messages import ChildSent, MultiMetadata, MultiReport, OwedSend, OwnedLoad
 from pdserve.connectors.testing import EngineHarness, build_context
 from pdserve.connectors.testing.kv_content import TINY_SPEC
 from pdserve.errors import ConfigError
+from pdserve.kv_layout import BlockHasher, Rank
 from pdserve.protocol import KVTransferParams, Role
 
 S = TINY_SPEC.block_size
@@ -578,3 +584,49 @@ def test_a_child_that_is_called_as_the_composition_keeps_its_counters(memory) ->
     engine = EngineHarness(MultiConnector, build_context(Role.PREFILL, options))
     engine.prefill("p", PROMPT)
     assert engine.stats.num_blocks_saved == 5
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------
+
+
+def test_what_its_halves_say_crosses_processes(memory) -> None:
+    types = MultiConnector.message_types({"children": [memory_child(memory), {"connector": "null"}]})
+    codec = MessageCodec(types)
+    block = BlockTransfer(b"\0" * 16, S, 7)
+    metadata = MultiMetadata(
+        (StepMetadata([LoadRequest("a", S, [block])]), None), [OwnedLoad("a", 0)], [OwedSend("b", (0, 1), True)]
+    )
+    assert codec.decode_metadata(codec.encode_metadata(metadata)) == metadata
+    output = ConnectorOutput(messages=[MultiReport(1, ([], []), [ChildSent(0, "b", True, 8)])])
+    assert codec.decode_output(codec.encode_output(output)) == output
+
+
+def test_a_child_for_one_rank_is_refused_for_several(memory, world) -> None:
+    children = [memory_child(memory), {"connector": "direct_double:DirectConnector", "options": {"world": world}}]
+    context = build_context(Role.PREFILL, {"children": children})
+    MultiConnector.build_scheduler(context).close()
+    several = dataclasses.replace(context, rank=Rank(0, 2))
+    for build in (MultiConnector.build_scheduler, MultiConnector.build_worker):
+        with pytest.raises(ConfigError, match="connector direct_double:DirectConnector serves one rank only"):
+            build(several)
+    with pytest.raises(ConfigError, match="child direct_double:DirectConnector serves one rank only"):
+        MultiConnector.message_types(context.options)
+
+
+def test_a_child_has_sent_when_all_ranks_have(world, double: ModuleType) -> None:
+    class RankedDirect(double.DirectConnector):
+        features = ConnectorFeatures(can_save=True, can_load=True, ranks=True)
+        message_types = classmethod(lambda cls, options: MessageTypes())
+
+    double.RankedDirect = RankedDirect
+    options = {"children": [{"connector": "direct_double:RankedDirect", "options": {"world": world}, "name": "d"}]}
+    context = dataclasses.replace(build_context(Role.PREFILL, options), rank=Rank(0, 2))
+    scheduler = MultiConnector.build_scheduler(context)
+    request = KVRequest("a", S, BlockHasher("f").block_keys(range(S), S))
+    assert scheduler.request_finished(request, [0], S, handoff=True).hold_blocks
+    reports = [MultiReport(rank, ([],), [ChildSent(0, "a", rank == 1, 8)]) for rank in range(2)]
+    for report in (reports[0], reports[0], reports[1]):
+        scheduler.update_from_output(ConnectorOutput(messages=[report]))
+    heard = world.heard_by_scheduler
+    assert [output.finished_sending for output in heard] == [set(), set(), {"a"}]
+    assert (heard[-1].failed_sending, heard[-1].sent_bytes) == ({"a"}, {"a": 16})
