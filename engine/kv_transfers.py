@@ -108,6 +108,7 @@ class KVTransfers:
         self._loads: dict[str, _Load] = {}
         self._sends: dict[str, _Send] = {}
         self._sending_due: list[str] = []
+        self._loads_started: list[str] = []
 
     @property
     def num_loading(self) -> int:
@@ -161,7 +162,13 @@ class KVTransfers:
             return False
         request.status = RequestStatus.WAITING_FOR_REMOTE_KV
         self._loads[request.request_id] = _Load(request, num_tokens, self._clock())
+        self._loads_started.append(request.request_id)
         return True
+
+    def take_loads_started(self) -> tuple[str, ...]:
+        """Requests whose asynchronous load began since the last call."""
+        started, self._loads_started = tuple(self._loads_started), []
+        return started
 
     def rewind_invalid(self, request: Request, invalid_block_ids: set[int]) -> bool:
         """Undo what was computed on blocks that a synchronous load left unfilled."""

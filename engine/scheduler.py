@@ -364,6 +364,7 @@ class Scheduler:
             num_tokens=sum(scheduled.values()),
             connector_metadata=self._connector.build_connector_metadata(StepPlan(plan, preempted)),
             finished_sending_due=self.transfers.take_sending_due(),
+            loads_started=self.transfers.take_loads_started(),
         )
 
     # --- results ----------------------------------------------------------------------------------------

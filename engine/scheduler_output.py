@@ -62,6 +62,8 @@ class SchedulerOutput:
         num_tokens: sum of the scheduled tokens.
         connector_metadata: from the connector's scheduler half to its workers.
         finished_sending_due: requests whose sending the workers will report, each given once.
+        loads_started: requests whose asynchronous load begins with this step's message, and whose end the workers will
+            report.
     """
 
     new_requests: tuple[NewRequest, ...]
@@ -70,6 +72,7 @@ class SchedulerOutput:
     num_tokens: int
     connector_metadata: ConnectorMetadata
     finished_sending_due: tuple[str, ...]
+    loads_started: tuple[str, ...]
 
 
 @dataclass(slots=True)

@@ -39,6 +39,19 @@ def test_who_is_told_to_ask_again_for_ever_holds_nobody_up_and_ends_at_its_deadl
     assert h.scheduler.num_waiting == 0
 
 
+def test_a_step_names_the_loads_that_begin_with_it_also_of_requests_that_end_at_once() -> None:
+    h = SchedulerHarness()
+    h.connector.matches |= {"d": [MatchResult(8, is_async=True)], "s": [MatchResult(8)]}
+    for request_id in ("d", "s", "none"):
+        h.add(request_id, PROMPT, salt=request_id)
+    h.step()
+    assert h.last_step is not None
+    assert h.last_step.loads_started == ("d",)
+    h.scheduler.abort_requests(["d"])
+    h.step()
+    assert h.last_step.loads_started == ()
+
+
 @pytest.mark.parametrize(("invalid", "num_good"), [({0, 1, 2}, 0), ({1}, BLOCK_SIZE), ({2, 99, -1}, 2 * BLOCK_SIZE)])
 def test_a_synchronous_load_that_did_not_come_whole_is_computed_and_not_counted(
     invalid: set[int], num_good: int

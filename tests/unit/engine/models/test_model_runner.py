@@ -45,7 +45,7 @@ def runner(request: pytest.FixtureRequest, tmp_path: Path) -> ModelRunner:
 
 def run_step(runner: ModelRunner, scheduled: list[ScheduledRequest], new: list[NewRequest]) -> ModelRunnerOutput:
     num_tokens = sum(item.num_scheduled_tokens for item in scheduled)
-    return runner.execute_model(SchedulerOutput(tuple(new), tuple(scheduled), (), num_tokens, None, ()))
+    return runner.execute_model(SchedulerOutput(tuple(new), tuple(scheduled), (), num_tokens, None, (), ()))
 
 
 def generate(runner: ModelRunner, name: str, other: SamplingParams | None) -> list[int]:
