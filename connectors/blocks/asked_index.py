@@ -93,6 +93,11 @@ class AskedIndex:
         self._threads = TaskThreads("kv-lookup", _NUM_THREADS)
         self._lock = threading.Lock()
         self._questions: dict[str, _Question] = {}
+        self._wake_engine: Callable[[], None] = lambda: None
+
+    def set_wake_up(self, wake: Callable[[], None]) -> None:
+        """Called on a thread of its own when a question has its answer."""
+        self._wake_engine = wake
 
     def count_stored_run(self, request: KVRequest, start: int) -> int | None:
         """How many blocks from ``start`` on are stored, without a gap; None until the store has answered."""
@@ -141,3 +146,4 @@ class AskedIndex:
         finally:
             with self._lock:
                 question.run = run
+            self._wake_engine()

@@ -8,7 +8,7 @@
         12      4  num_tokens            fewer than the block size in a prompt's last block
         16     16  key digest            identity of the content
         32     16  model fingerprint
-        48     16  digest of the block's shape and dtype
+        48     16  digest of the block's shape and dtype, and of the rank where there are several
         64      8  payload length
         72      8  xxh3_64 over the 72 bytes above and the payload
         80         payload: the block as it lies in KV memory; slots behind num_tokens are zero
@@ -25,26 +25,33 @@ import msgspec
 import xxhash
 
 from pdserve.connectors.blocks.failures import InvalidBlockError
-from pdserve.kv_layout import DIGEST_BYTES, BlockKey, KVCacheSpec, ModelIdentity
+from pdserve.kv_layout import DIGEST_BYTES, BlockKey, KVCacheSpec, ModelIdentity, Rank
 
 MAGIC = b"PDSKVBLK"
 FORMAT_VERSION = 1
 _FIELDS = struct.Struct("<8sII16s16s16sQ")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+_ONLY_RANK = Rank()
 
 
 class BlockFormat:
-    """Seals and verifies the blocks of one model and one shape. Holds no state; any thread may use it.
+    """Seals and verifies one rank's share of a model's blocks. Holds no state; any thread may use it.
 
     A value is header and payload in one piece.
+
+    Args:
+        identity: the model's, the same in all ranks.
+        spec: shape of the rank's share.
+        rank: whose; another one's share is foreign, though its key and shape are the same.
     """
 
-    def __init__(self, identity: ModelIdentity, spec: KVCacheSpec) -> None:
+    def __init__(self, identity: ModelIdentity, spec: KVCacheSpec, rank: Rank = _ONLY_RANK) -> None:
         self.payload_bytes = spec.block_bytes
         self.value_bytes = HEADER_BYTES + spec.block_bytes
         self._fingerprint = bytes.fromhex(identity.fingerprint)
-        self._layout = hashlib.sha256(msgspec.json.encode(spec, order="sorted")).digest()[:DIGEST_BYTES]
+        layout = msgspec.json.encode(spec, order="sorted") + rank.label.encode()
+        self._layout = hashlib.sha256(layout).digest()[:DIGEST_BYTES]
 
     def seal(self, key: BlockKey, value: memoryview) -> None:
         """Write the header in front of the payload.

@@ -65,11 +65,16 @@ class BlockLoader:
         self._block_bytes = block_bytes
         self._threads = threads
         self._warnings = warnings
+        self._wake_engine: Callable[[], None] = lambda: None
         self._timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()
         self._active: dict[str, _Load] = {}
         self._report = ConnectorOutput()
+
+    def set_wake_up(self, wake: Callable[[], None]) -> None:
+        """Called when a load can be reported."""
+        self._wake_engine = wake
 
     def start(self, request: LoadRequest, memory: BlockMemory) -> None:
         """Begin a load; one whose request has a load that is not reported yet is refused and counted."""
@@ -124,8 +129,11 @@ class BlockLoader:
             self._report.stats.num_bytes_loaded += num_done * self._block_bytes
             self._report.stats.load_seconds += time.perf_counter() - began
             load.num_running_parts -= 1
-            if load.num_running_parts == 0:
+            is_over = load.num_running_parts == 0
+            if is_over:
                 self._finish(load)
+        if is_over:
+            self._wake_engine()
 
     def _finish(self, load: _Load) -> None:
         request_id = load.request.request_id

@@ -41,12 +41,14 @@ class _Sender:
         num_bytes: written on this request's behalf.
         promised: keys that the store keeps until this request's sending has ended: later blocks of a prompt do not
             evict its first ones.
+        is_announced: the request has ended, and its sending is to be reported.
     """
 
     pending: set[bytes] = field(default_factory=set)
     failed: set[bytes] = field(default_factory=set)
     num_bytes: int = 0
     promised: list[BlockKey] = field(default_factory=list)
+    is_announced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class BlockSaver:
         self._backoff = Backoff(clock)
         self._congestion = Backoff(clock)
         self._warnings = warnings
+        self._wake_engine: Callable[[], None] = lambda: None
         self._timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()
@@ -101,6 +104,10 @@ class BlockSaver:
         self._writing: dict[bytes, list[_Sender]] = {}
         self._queued: deque[_StagedBlock] = deque()
         self._stats = ConnectorStats()
+
+    def set_wake_up(self, wake: Callable[[], None]) -> None:
+        """Called when a sending can be reported."""
+        self._wake_engine = wake
 
     # --- forward thread -----------------------------------------------------------------------------------
 
@@ -159,6 +166,7 @@ class BlockSaver:
                 if sender is None:
                     self._stats.count_failure("unknown")
                 else:
+                    sender.is_announced = True
                     self._announced[request_id] = sender
             ended = {request_id: sender for request_id, sender in self._announced.items() if not sender.pending}
             for request_id, sender in ended.items():
@@ -300,3 +308,6 @@ class BlockSaver:
                 self._stats.num_blocks_saved += 1
                 self._stats.num_bytes_saved += num_bytes
                 self._stats.save_seconds += seconds
+            has_end = any(sender.is_announced and not sender.pending for sender in senders)
+        if has_end:
+            self._wake_engine()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pdserve.connectors.base import (
     ConnectorContext,
@@ -12,6 +12,7 @@ from pdserve.connectors.base import (
     MatchResult,
     ScheduledTokens,
     StepPlan,
+    WakesEngine,
 )
 from pdserve.connectors.blocks.messages import LoadRequest, SaveRequest, StepMetadata, pair_blocks
 from pdserve.connectors.blocks.store import BlockIndex
@@ -39,6 +40,11 @@ class StoreScheduler:
         self._failed_loads: set[str] = set()
         self._loads: list[LoadRequest] = []
         self._forgotten: list[str] = []
+
+    def set_wake_up(self, wake: Callable[[], None]) -> None:
+        """For an index that has to ask first: called when it has an answer."""
+        if isinstance(self._index, WakesEngine):
+            self._index.set_wake_up(wake)
 
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> MatchResult:
         """Tokens of the longest run of stored blocks that starts at ``num_computed_tokens``.
@@ -137,5 +143,5 @@ class StoreScheduler:
             transfer_id=f"{self._context.engine_id}:{request.request_id}",
             engine_id=self._context.engine_id,
             num_tokens=request.num_prompt_tokens,
-            num_bytes=len(request.block_keys) * self._context.spec.block_bytes,
+            num_bytes=len(request.block_keys) * self._context.identity.kv.block_bytes,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -49,7 +49,7 @@ class StoreWorker:
     ) -> None:
         clock = time.monotonic
         warnings = WarningLimiter(logger, clock)
-        block_format = BlockFormat(context.identity, context.spec)
+        block_format = BlockFormat(context.identity, context.spec, context.rank)
         num_slots = options.max_staging_bytes // block_format.value_bytes
         self._connector = connector
         self._store = store
@@ -74,6 +74,11 @@ class StoreWorker:
         )
         self._memory: BlockMemory | None = None
         self._step_saves: Sequence[SaveRequest] = ()
+
+    def set_wake_up(self, wake: Callable[[], None]) -> None:
+        """Called when a load or a sending can be reported."""
+        self._loader.set_wake_up(wake)
+        self._saver.set_wake_up(wake)
 
     def register_kv_caches(self, kv_cache: torch.Tensor, spec: KVCacheSpec) -> None:
         """Take the memory that blocks are loaded into and saved from.

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pdserve.connectors.base import ConnectorContext, ConnectorFeatures
 from pdserve.connectors.blocks.block_format import BlockFormat
+from pdserve.connectors.blocks.messages import StepMetadata
 from pdserve.connectors.blocks.scheduler import StoreScheduler
+from pdserve.connectors.messages import MessageTypes
 from pdserve.connectors.shared_storage.directory import BlockDirectory
 from pdserve.connectors.shared_storage.index import DirectoryIndex
 from pdserve.connectors.shared_storage.options import CONNECTOR_NAME, get_default_path, parse_options
@@ -34,8 +36,13 @@ class SharedStorageConnector:
     """Builds the two halves."""
 
     features: ClassVar[ConnectorFeatures] = ConnectorFeatures(
-        can_save=True, can_load=True, is_store=True, layerwise=True
+        can_save=True, can_load=True, is_store=True, layerwise=True, wakes_engine=True, ranks=True
     )
+
+    @classmethod
+    def message_types(cls, options: Mapping[str, Any]) -> MessageTypes:
+        """The same whatever the options: the worker halves say nothing of their own."""
+        return MessageTypes(metadata=StepMetadata)
 
     @classmethod
     def get_directory(cls, options: Mapping[str, Any]) -> Path:
@@ -50,8 +57,9 @@ class SharedStorageConnector:
             ConfigError: an option is unknown or wrong.
         """
         options = parse_options(context)
-        block_format = BlockFormat(context.identity, context.spec)
-        index = DirectoryIndex(BlockDirectory(options.path, block_format.value_bytes))
+        block_format = BlockFormat(context.identity, context.spec, context.rank)
+        directory = BlockDirectory(options.path, block_format.value_bytes, rank=context.rank)
+        index = DirectoryIndex(directory, context.rank)
         return StoreScheduler(CONNECTOR_NAME, context, index, saves=options.saves_as(context.role))
 
     @classmethod
@@ -67,8 +75,8 @@ class SharedStorageConnector:
         from pdserve.connectors.shared_storage.file_store import FileStore
 
         options = parse_options(context)
-        block_format = BlockFormat(context.identity, context.spec)
-        directory = BlockDirectory(options.path, block_format.value_bytes)
+        block_format = BlockFormat(context.identity, context.spec, context.rank)
+        directory = BlockDirectory(options.path, block_format.value_bytes, rank=context.rank)
         directory.create_root(must_be_ours="path" not in context.options)
         capacity = CapacityKeeper(directory, max_bytes=options.max_bytes, min_age_s=options.min_age_s)
         store = FileStore(directory, block_format, capacity)

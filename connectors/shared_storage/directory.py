@@ -2,7 +2,7 @@
 
 ::
 
-    root/3/f/3fa0….kv         one file a block, named by its key
+    root/3/f/3fa0….kv         one file a block, named by its key; 3fa0….tp0of2-pp0of1.kv: one rank's share of it
     root/tmp/3fa0….<unique>   a block being written, in a new or an evicted file; renamed into place when it is whole
 
 Two levels of sixteen: directories stay small up to a few million blocks, and an inventory opens 256 of them.
@@ -24,12 +24,12 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.errors import ConfigError
-from pdserve.kv_layout import BlockKey
+from pdserve.kv_layout import BlockKey, Rank
 
 _SUFFIX = ".kv"
 _HEX_DIGITS = "0123456789abcdef"
@@ -37,6 +37,7 @@ _STALE_TEMP_S = 600.0
 _TOUCH_AFTER_S = 10.0
 # A pipe would keep whoever opens it waiting for its other end; for regular files it makes no difference.
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_ONLY_RANK = Rank()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class StoredFile:
 
     Attributes:
         path: where.
-        block: its key in hexadecimal digits.
+        block: its key in hexadecimal digits, the same for the shares of all ranks.
         size_bytes: its length.
         mtime: when it was used last.
     """
@@ -72,14 +73,23 @@ class BlockDirectory:
         root: the directory.
         file_bytes: size of a whole file; one of another size counts as absent.
         wall_clock: seconds since the epoch, for ages.
+        rank: whose share of each block its files hold.
 
     Attributes:
         file_bytes: as given.
     """
 
-    def __init__(self, root: Path, file_bytes: int, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        root: Path,
+        file_bytes: int,
+        wall_clock: Callable[[], float] = time.time,
+        *,
+        rank: Rank = _ONLY_RANK,
+    ) -> None:
         self._root = str(root)
         self.file_bytes = file_bytes
+        self._suffix = _name_suffix(rank)
         self._wall_clock = wall_clock
         self._token = secrets.token_hex(6)
         self._serial = itertools.count()
@@ -114,6 +124,11 @@ class BlockDirectory:
             return os.lstat(self._path_of(key)).st_size == self.file_bytes
         except OSError:
             return False
+
+    def has_shares(self, key: BlockKey, ranks: Sequence[Rank]) -> bool:
+        """Whether there are files of these ranks for ``key``, of whatever size: what stages compute may differ."""
+        stem = self._path_of(key).removesuffix(self._suffix)
+        return all(os.path.isfile(stem + _name_suffix(rank)) for rank in ranks)
 
     def refresh(self, key: BlockKey) -> bool:
         """`has`, and note the use so that eviction spares the file."""
@@ -262,7 +277,7 @@ class BlockDirectory:
 
     def _path_of(self, key: BlockKey) -> str:
         name = key.hex
-        return f"{self._root}/{name[0]}/{name[1]}/{name}{_SUFFIX}"
+        return f"{self._root}/{name[0]}/{name[1]}/{name}{self._suffix}"
 
     def _touch(self, target: str | int, found: os.stat_result) -> None:
         """Set the file's time to now, unless it is about right: a write of metadata costs more than a look."""
@@ -293,6 +308,10 @@ class BlockDirectory:
             os.mkdir(path, 0o700)
 
 
+def _name_suffix(rank: Rank) -> str:
+    return f".{rank.label}{_SUFFIX}" if rank.label else _SUFFIX
+
+
 def _unlink(path: str) -> None:
     with contextlib.suppress(OSError):
         os.unlink(path)
@@ -307,6 +326,6 @@ def _list_blocks(directory: str) -> list[StoredFile]:
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(found.st_mode):
-                        name = entry.name.removesuffix(_SUFFIX)
+                        name, _, _ = entry.name.partition(".")
                         files.append(StoredFile(entry.path, name, found.st_size, found.st_mtime))
     return files

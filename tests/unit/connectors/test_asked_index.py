@@ -145,3 +145,16 @@ def test_a_failing_store_is_left_alone_for_a_while(index: AskedIndex, lookup: Sc
 def test_closing_closes_the_store_too(index: AskedIndex, lookup: ScriptedLookup) -> None:
     index.close()
     assert lookup.is_closed
+
+
+def test_an_answer_wakes_the_engine(index: AskedIndex) -> None:
+    request, is_awake, answers = make_request(), threading.Event(), []
+
+    def wake() -> None:
+        answers.append(index.count_stored_run(request, 0))
+        is_awake.set()
+
+    index.set_wake_up(wake)
+    index.count_stored_run(request, 0)
+    assert is_awake.wait(30)
+    assert answers == [len(KEYS)]
