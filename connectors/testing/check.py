@@ -34,6 +34,7 @@ class Need(enum.Enum):
     DIRECT = "hold blocks for a consumer, alone and without being a store"
     CANCEL = "give up blocks that it holds, when nobody will come for them"
     HEARS_OF_QUEUE = "hear of requests that wait for their turn"
+    WAKES = "wake the engine"
     COMPOSE = "compose other connectors"
 
     def is_met(self, features: ConnectorFeatures, *, composes: bool) -> bool:
@@ -53,6 +54,8 @@ class Need(enum.Enum):
                 return features.cancels_sends
             case Need.HEARS_OF_QUEUE:
                 return features.hears_of_queue
+            case Need.WAKES:
+                return features.wakes_engine
             case Need.COMPOSE:
                 return composes
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from pdserve.connectors.base import (
     MatchResult,
     ScheduledTokens,
     StepPlan,
+    WakesEngine,
 )
 from pdserve.connectors.testing.counters import require_plausible
 from pdserve.connectors.testing.kv_content import Bytes, KVContent
@@ -87,6 +89,7 @@ class EngineHarness:
 
     Attributes:
         blame: what wrong bytes count as at the moment.
+        woken: set when the connector wakes the engine; a test clears it.
     """
 
     def __init__(
@@ -108,6 +111,10 @@ class EngineHarness:
             self.worker = wrap_worker(worker) if wrap_worker else worker
             built.callback(lambda: self.worker.close())
             self.worker.register_kv_caches(self.memory.kv_cache, context.spec)
+            self.woken = threading.Event()
+            for half in (self.scheduler, worker):
+                if isinstance(half, WakesEngine):
+                    half.set_wake_up(self.woken.set)
             self._open = built.pop_all()
         self.stats = ConnectorStats()
         self.sent: dict[str, bool] = {}

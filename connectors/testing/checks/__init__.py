@@ -18,6 +18,7 @@ from pdserve.connectors.testing.checks import (
     peers,
     ranks,
     saving,
+    wake_ups,
 )
 
 CHECKS: tuple[Check, ...] = (
@@ -25,6 +26,7 @@ CHECKS: tuple[Check, ...] = (
     *lookup.CHECKS,
     *saving.CHECKS,
     *lifecycle.CHECKS,
+    *wake_ups.CHECKS,
     *identity.CHECKS,
     *ranks.CHECKS,
     *composition.CHECKS,

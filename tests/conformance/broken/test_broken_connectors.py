@@ -17,6 +17,7 @@ import broken_entries
 import broken_stores
 import layerwise_stores
 import queue_directs
+import waking_stores
 from broken_counters import CountingStore
 from honest_direct import HonestDirect
 from honest_store import HonestStore
@@ -24,6 +25,7 @@ from layerwise_stores import LayerwiseStore
 from origins import remember_origins
 from queue_directs import HonestQueue
 from targets import CompositionTarget, DirectTarget, StoreTarget
+from waking_stores import WakingStore
 
 from pdserve.connectors.base import KVConnector
 from pdserve.connectors.testing.check import Check, Level
@@ -41,6 +43,7 @@ BROKEN: list[tuple[type[KVConnector], str]] = [
     *layerwise_stores.BROKEN,
     *broken_directs.BROKEN,
     *queue_directs.BROKEN,
+    *waking_stores.BROKEN,
     *broken_compositions.BROKEN,
     *broken_counters.BROKEN,
 ]
@@ -88,7 +91,7 @@ def test_an_honest_connector_passes_in_any_order_and_between_engines(
 
 
 @pytest.mark.parametrize(
-    "connector", [CountingStore, LayerwiseStore, HonestDirect, HonestQueue, *broken_compositions.HONEST]
+    "connector", [CountingStore, LayerwiseStore, WakingStore, HonestDirect, HonestQueue, *broken_compositions.HONEST]
 )
 def test_an_honest_connector_passes(connector: type[KVConnector], tmp_path: Path) -> None:
     verdicts = judge(connector, tmp_path)

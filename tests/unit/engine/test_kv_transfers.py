@@ -39,7 +39,7 @@ def test_who_is_told_to_ask_again_for_ever_holds_nobody_up_and_ends_at_its_deadl
     assert h.scheduler.num_waiting == 0
 
 
-def test_a_step_names_the_loads_that_begin_with_it_also_of_requests_that_end_at_once() -> None:
+def test_a_step_names_the_asynchronous_loads_that_begin_with_it() -> None:
     h = SchedulerHarness()
     h.connector.matches |= {"d": [MatchResult(8, is_async=True)], "s": [MatchResult(8)]}
     for request_id in ("d", "s", "none"):
