@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from pdserve.connectors.base import KVConnectorScheduler
 from pdserve.engine.announcement_wait import AnnouncementWait
@@ -19,11 +19,22 @@ from pdserve.engine.executor import Executor
 from pdserve.engine.kv_cache_manager import KVCacheManager
 from pdserve.engine.metrics import EngineStats
 from pdserve.engine.request import Request
+from pdserve.engine.sampling.grammar_masks import GrammarCompiler
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.scheduler_output import SchedulerOutput
 from pdserve.errors import EngineError
+from pdserve.grammars import check_grammar
 from pdserve.kv_layout import BlockHasher, ModelIdentity
-from pdserve.protocol import AddRequest, CacheEvents, InstanceLimits, InstanceLoad, RequestOutput, Role, WireError
+from pdserve.protocol import (
+    AddRequest,
+    CacheEvents,
+    GrammarSpec,
+    InstanceLimits,
+    InstanceLoad,
+    RequestOutput,
+    Role,
+    WireError,
+)
 from pdserve.request_checks import check_request
 
 logger = logging.getLogger(__name__)
@@ -40,6 +51,7 @@ class EngineCore:
         eos_token_ids: the model's end tokens.
         executor: runs the steps.
         connector: the connector's scheduler half.
+        grammars: for requests with a grammar; None where no model stands behind the executor.
         clock: monotonic seconds.
     """
 
@@ -53,12 +65,14 @@ class EngineCore:
         eos_token_ids: frozenset[int],
         executor: Executor,
         connector: KVConnectorScheduler,
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.identity = identity
         self.limits = limits
         self.model_name = model_name
+        self._grammars = grammars
         self._executor = executor
         self._connector = connector
         self._clock = clock
@@ -116,6 +130,16 @@ class EngineCore:
         """
         check_request(request, self.limits)
 
+    def compile_grammar(self, grammar: GrammarSpec) -> None:
+        """Compile ahead, on any thread, what `add_request` would compile: it may take tens of milliseconds.
+
+        Raises:
+            RequestError: the grammar cannot be followed.
+        """
+        check_grammar(grammar)
+        if self._grammars is not None:
+            self._grammars.compile(grammar)
+
     def add_request(self, message: AddRequest) -> None:
         """Queue a request; its id must be unique among live ones.
 
@@ -126,6 +150,8 @@ class EngineCore:
         self.validate(message)
         if self._scheduler.has_request(message.request_id):
             raise EngineError(f"request id {message.request_id!r} is in use")
+        if message.sampling.grammar is not None:
+            self.compile_grammar(message.sampling.grammar)
         max_tokens = message.sampling.max_tokens
         max_total = self.limits.max_model_len
         if max_tokens is not None:
@@ -166,6 +192,7 @@ class EngineCore:
         step = self._scheduler.schedule_nothing() if self._is_waiting_to_announce else self._scheduler.schedule()
         started_s = self._clock()
         result = self._executor.execute_model(step)
+        outputs += self._refuse(result.refused)
         outputs += self._scheduler.update_from_output(step, result)
         self._observe_step(step, self._clock() - started_s)
         return outputs
@@ -173,6 +200,14 @@ class EngineCore:
     @property
     def _is_waiting_to_announce(self) -> bool:
         return not self._announcement_wait.is_over and self._scheduler.transfers.has_unannounced
+
+    def _refuse(self, refused: Mapping[str, str]) -> list[RequestOutput]:
+        """End requests that no other engine could go on with either: their own grammar is why."""
+        outputs: list[RequestOutput] = []
+        for request_id, reason in refused.items():
+            error = WireError(code="invalid_value", message=reason, http_status=400, param="grammar")
+            outputs += self._scheduler.fail_requests([request_id], error)
+        return outputs
 
     def _observe_step(self, step: SchedulerOutput, seconds: float) -> None:
         if step.num_tokens:

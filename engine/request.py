@@ -118,7 +118,8 @@ class Request:
     def find_finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the token just appended ends the request, or None when it goes on."""
         token_id, sampling, num_tokens = self.token_ids[-1], self.sampling, len(self.token_ids)
-        if num_tokens - self.num_prompt_tokens >= sampling.min_tokens:
+        # A grammar that allows nothing more goes before min_tokens; until then the sampler holds the end back.
+        if num_tokens - self.num_prompt_tokens >= sampling.min_tokens or sampling.grammar is not None:
             if token_id in eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.STOP
             if token_id in sampling.stop_token_ids:

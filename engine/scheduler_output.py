@@ -84,6 +84,7 @@ class ModelRunnerOutput:
         logprobs: for those that asked.
         prompt_logprobs: this chunk's entries, for those that asked.
         failed: requests the runner could not compute, with the reason; the others are exact.
+        refused: requests whose grammar cannot be followed any further, with the reason.
         connector_output: from the connector's worker half.
     """
 
@@ -91,4 +92,5 @@ class ModelRunnerOutput:
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     connector_output: ConnectorOutput = field(default_factory=ConnectorOutput)

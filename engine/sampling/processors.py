@@ -1,4 +1,4 @@
-"""Changes to a row of logits before a token is chosen: penalties, bias, tokens held back.
+"""Changes to a row of logits before a token is chosen: penalties, bias, tokens that may not come.
 
 All of it is rebuilt from the token ids each time; there is no state to lose. Definitions are the field's:
 repetition penalty over prompt and output (Keskar et al., 2019, CTRL), presence and frequency over the output
@@ -19,6 +19,7 @@ def needs_processing(params: SamplingParams, num_output_tokens: int) -> bool:
     """Whether `process_logits` would change anything."""
     return bool(
         params.logit_bias
+        or params.grammar is not None
         or num_output_tokens < params.min_tokens
         or params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
@@ -32,6 +33,7 @@ def process_logits(
     token_ids: NDArray[np.int32],
     num_prompt_tokens: int,
     eos_token_ids: frozenset[int],
+    allowed_V: Tensor | None = None,
 ) -> Tensor:
     """A changed copy of one row.
 
@@ -41,6 +43,7 @@ def process_logits(
         token_ids: prompt and output so far.
         num_prompt_tokens: how many of them are the prompt.
         eos_token_ids: held back until ``min_tokens``, like the request's own stop tokens.
+        allowed_V: [V] bool, what the request's grammar allows, at least one; None = everything.
 
     Returns:
         [V] float32.
@@ -53,10 +56,20 @@ def process_logits(
         bias = params.logit_bias
         ids = torch.tensor(list(bias), dtype=torch.int64)
         logits_V[ids] += torch.tensor(list(bias.values()), dtype=torch.float32)
+    if allowed_V is not None:
+        logits_V = logits_V.masked_fill_(~allowed_V, -torch.inf)
     if len(token_ids) - num_prompt_tokens < params.min_tokens:
         held_back = set(params.stop_token_ids) if params.ignore_eos else eos_token_ids | set(params.stop_token_ids)
-        logits_V[torch.tensor(sorted(held_back), dtype=torch.int64)] = -torch.inf
+        _hold_back(logits_V, torch.tensor(sorted(held_back), dtype=torch.int64))
     return logits_V
+
+
+def _hold_back(logits_V: Tensor, token_ids: Tensor) -> None:
+    """Tokens that end the request, unless the answer is whole by its grammar and nothing else may come."""
+    values = logits_V[token_ids]
+    logits_V[token_ids] = -torch.inf
+    if bool((logits_V == -torch.inf).all()):
+        logits_V[token_ids] = values
 
 
 def _apply_repetition(logits_V: Tensor, penalty: float, tokens: Tensor) -> None:

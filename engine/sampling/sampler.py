@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.engine.sampling.draw import draw_uniform
+from pdserve.engine.sampling.grammar_masks import GrammarCompiler, GrammarMask
 from pdserve.engine.sampling.logprobs import build_token_logprobs
 from pdserve.engine.sampling.processors import needs_processing, process_logits
+from pdserve.errors import RequestError
 from pdserve.kernels.row_maxima import find_row_maxima
 from pdserve.protocol import SamplingParams, TokenLogprobs
 
@@ -35,6 +37,7 @@ class SamplingRow:
         get_token_ids: gives prompt and output so far, int32.
         num_prompt_tokens: how many of them are the prompt.
         is_plain: whether the row's largest logit decides and nobody asked for more.
+        grammar_mask: the place in its grammar, from the first token on that is chosen under it here.
     """
 
     request_id: str
@@ -42,6 +45,7 @@ class SamplingRow:
     get_token_ids: Callable[[], NDArray[np.int32]]
     num_prompt_tokens: int
     is_plain: bool = field(init=False)
+    grammar_mask: GrammarMask | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         params = self.params
@@ -50,11 +54,19 @@ class SamplingRow:
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """Chosen tokens, logprobs for those that asked, and rows without a finite maximum, with the reason."""
+    """Chosen tokens, and logprobs for those that asked.
+
+    Attributes:
+        token_ids: one for each row that neither failed nor was refused.
+        logprobs: for those that asked.
+        failed: rows without a finite maximum, with the reason.
+        refused: rows whose grammar cannot be followed any further, with the reason.
+    """
 
     token_ids: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 class Sampler:
@@ -62,10 +74,12 @@ class Sampler:
 
     Args:
         eos_token_ids: held back until a request's ``min_tokens``.
+        grammars: for requests with a grammar.
     """
 
-    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, eos_token_ids: frozenset[int], grammars: GrammarCompiler | None = None) -> None:
         self._eos_token_ids = eos_token_ids
+        self._grammars = grammars
 
     def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
         """Choose a token for each row.
@@ -78,7 +92,12 @@ class Sampler:
         for i, row in enumerate(rows):
             if row.is_plain or row.request_id in output.failed:
                 continue
-            token_id = self._sample_row(logits_RV[i], row, output.token_ids[row.request_id])
+            try:
+                token_id = self._sample_row(logits_RV[i], row, output.token_ids[row.request_id])
+            except RequestError as error:
+                del output.token_ids[row.request_id]
+                output.refused[row.request_id] = error.message
+                continue
             output.token_ids[row.request_id] = token_id
             if row.params.logprobs is not None:
                 output.logprobs[row.request_id] = build_token_logprobs(logits_RV[i], token_id, row.params.logprobs)
@@ -103,12 +122,29 @@ class Sampler:
     def _sample_row(self, logits_V: Tensor, row: SamplingRow, greedy_id: int) -> int:
         params, token_ids = row.params, row.get_token_ids()
         if needs_processing(params, len(token_ids) - row.num_prompt_tokens):
-            logits_V = process_logits(logits_V, params, token_ids, row.num_prompt_tokens, self._eos_token_ids)
+            allowed_V = self._find_allowed(row, token_ids)
+            logits_V = process_logits(
+                logits_V, params, token_ids, row.num_prompt_tokens, self._eos_token_ids, allowed_V
+            )
             greedy_id = int(logits_V.argmax())
         if params.temperature == 0.0:
             return greedy_id
         assert params.seed is not None, "a request that samples has a seed by now"
         return choose_token(logits_V, params, draw_uniform(params.seed, len(token_ids)))
+
+    def _find_allowed(self, row: SamplingRow, token_ids: NDArray[np.int32]) -> Tensor | None:
+        """[V] bool, what the row's grammar allows; None where it has none.
+
+        Raises:
+            RequestError: the grammar cannot be followed.
+        """
+        grammar = row.params.grammar
+        if grammar is None:
+            return None
+        if row.grammar_mask is None:
+            assert self._grammars is not None, "an engine that takes grammars has a compiler"
+            row.grammar_mask = self._grammars.start(grammar)
+        return torch.from_numpy(row.grammar_mask.find_allowed(token_ids[row.num_prompt_tokens :]))
 
 
 def choose_token(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:

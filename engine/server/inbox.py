@@ -19,6 +19,14 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """The grammar of a request that was added is compiled, or cannot be: the future is done."""
+
+    request: AddRequest
+    compiling: concurrent.futures.Future[None]
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """Requests that a router gave up, by its own ids."""
 
@@ -67,7 +75,7 @@ class SocketFailed:
     """The socket thread ended by an unexpected error; nobody can be answered any more."""
 
 
-Command = Add | Abort | SessionClosed | Listen | Drain | Scrape | SocketFailed
+Command = Add | Compiled | Abort | SessionClosed | Listen | Drain | Scrape | SocketFailed
 
 
 class Inbox:

@@ -3,10 +3,13 @@
 Runs on the main thread, the only one that touches the engine::
 
     socket thread ── Inbox ──> add, abort ── step ── one message a session ──> socket thread
+
+A request with a grammar is added once another thread has compiled it, so that no step waits for that.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import enum
 import logging
 import time
@@ -19,6 +22,7 @@ from pdserve.engine.server.inbox import (
     Abort,
     Add,
     Command,
+    Compiled,
     Drain,
     Inbox,
     Listen,
@@ -79,6 +83,8 @@ class InstanceServer:
         self._counters = counters
         self._pages = pages
         self._watchdog = watchdog
+        self._grammar_thread = concurrent.futures.ThreadPoolExecutor(1, "grammars")
+        """One: grammars wait for each other, not requests without one."""
         self._live: dict[str, tuple[int, str]] = {}
         """Session and the router's own id of every request that has not ended, by the engine's id."""
         self._listeners: set[int] = set()
@@ -105,6 +111,7 @@ class InstanceServer:
             return 0
         finally:
             self.phase = Phase.ENDED
+            self._grammar_thread.shutdown(cancel_futures=True)
             self._socket_thread.close()
 
     def _turn(self) -> None:
@@ -141,6 +148,9 @@ class InstanceServer:
         match command:
             case Add(session, request):
                 self._add(session, request)
+            case Compiled(request, compiling):
+                if request.request_id in self._live:
+                    self._take(request, compiling)
             case Abort(session, request_ids):
                 self._abort(_engine_request_id(session, request_id) for request_id in request_ids)
             case SessionClosed(session):
@@ -168,10 +178,22 @@ class InstanceServer:
             self._warnings.warn("duplicate", "a router used the id of a live request again; dropped")
             return
         self._live[key] = (session, request.request_id)
+        request = msgspec.structs.replace(request, request_id=key)
+        if request.sampling.grammar is None:
+            self._take(request)
+            return
+        compiling = self._grammar_thread.submit(self._engine.compile_grammar, request.sampling.grammar)
+        compiling.add_done_callback(lambda done: self._inbox.put(Compiled(request, done)))
+
+    def _take(self, request: AddRequest, compiling: concurrent.futures.Future[None] | None = None) -> None:
+        """Give the engine a request under its own id; ``compiling`` is done."""
+        key = request.request_id
         try:
+            if compiling is not None:
+                compiling.result()
             if self._drain_deadline_s is not None:
                 raise UnavailableError("the instance is draining and takes no new requests")
-            self._engine.add_request(msgspec.structs.replace(request, request_id=key))
+            self._engine.add_request(request)
         except PdserveError as error:
             self._refuse(key, error)
         except Exception:

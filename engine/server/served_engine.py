@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from pdserve.protocol import AddRequest, CacheEvents, InstanceLoad, RequestOutput
+from pdserve.protocol import AddRequest, CacheEvents, GrammarSpec, InstanceLoad, RequestOutput
 
 
 class ServedEngine(Protocol):
@@ -13,6 +13,14 @@ class ServedEngine(Protocol):
 
     def add_request(self, message: AddRequest, /) -> None:
         """Queue a request.
+
+        Raises:
+            PdserveError: why the engine does not take it.
+        """
+        ...
+
+    def compile_grammar(self, grammar: GrammarSpec, /) -> None:
+        """Do ahead of `add_request` what takes long about a request's grammar. The one method for any thread.
 
         Raises:
             PdserveError: why the engine does not take it.

@@ -89,7 +89,13 @@ async def _prepare_chat(service: RouterService, envelope: Envelope, body: bytes)
     prepared = await prepare_chat(service, fields)
     (prompt,) = prepared.prompts
     readers = [
-        service.message_format.build_reader(prepared.tool_names, prompt.token_ids, service.tokenizer)
+        service.message_format.build_reader(
+            prepared.tools.names,
+            prompt.token_ids,
+            service.tokenizer,
+            must_call=prepared.tools.must_call,
+            has_grammar=prepared.grammar_field is not None,
+        )
         for _ in range(prepared.n)
     ]
     answer = ChatAnswer(envelope, service.tokenizer, prepared, readers, wants_logprobs=bool(fields.logprobs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -14,7 +14,8 @@ from pdserve.request_checks import check_length, check_request
 from pdserve.router.api.request_types import ChatFields, CompletionFields, GenerationFields, TokenizeFields
 from pdserve.router.api.sampling import build_sampling, with_seed_of_choice
 from pdserve.router.api.service import RouterService, run_tokenizer
-from pdserve.router.api.tools import check_tools, get_tool_names
+from pdserve.router.api.structured import AskedGrammar, find_grammar
+from pdserve.router.api.tools import AskedTools, read_tools
 from pdserve.router.choice import Choice
 from pdserve.router.flow import RequestFlow
 from pdserve.router.legs import GenerationRequest
@@ -53,7 +54,8 @@ class PreparedRequest:
         cache_salt: as in `AddRequest`.
         timeout_s: the client's own; None = the router's.
         is_chat: the answer is a message.
-        tool_names: functions that it may call.
+        tools: what it may, or must, call.
+        grammar_field: the client's field that asks for the answer's grammar; None where none does.
     """
 
     prompts: list[Prompt]
@@ -66,7 +68,8 @@ class PreparedRequest:
     cache_salt: str
     timeout_s: float | None
     is_chat: bool = False
-    tool_names: frozenset[str] = frozenset()
+    tools: AskedTools = field(default_factory=AskedTools)
+    grammar_field: str | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -84,7 +87,10 @@ async def prepare_completion(service: RouterService, fields: CompletionFields) -
     service.check_model(fields.model)
     limits = service.fleet.get_limits()
     max_tokens = _DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
-    sampling = build_sampling(fields, max_tokens=max_tokens, logprobs=fields.logprobs)
+    asked = await _check_grammar(find_grammar(fields))
+    sampling = build_sampling(
+        fields, max_tokens=max_tokens, logprobs=fields.logprobs, grammar=None if asked is None else asked.spec
+    )
     best_of = _check_best_of(fields)
     if best_of is not None and sampling.logprobs is None:
         sampling = msgspec.structs.replace(sampling, logprobs=0)
@@ -95,7 +101,8 @@ async def prepare_completion(service: RouterService, fields: CompletionFields) -
         sampling_of_prompts = [_fit(sampling, len(prompt.token_ids), limits) for prompt in prompts]
     else:
         sampling_of_prompts = [sampling] * len(prompts)
-    return _check(service, fields, prompts, sampling_of_prompts, limits, best_of)
+    prepared = _check(service, fields, prompts, sampling_of_prompts, limits, best_of)
+    return dataclasses.replace(prepared, grammar_field=None if asked is None else asked.field)
 
 
 async def prepare_chat(service: RouterService, fields: ChatFields) -> PreparedRequest:
@@ -111,7 +118,14 @@ async def prepare_chat(service: RouterService, fields: ChatFields) -> PreparedRe
     if num_top and not fields.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-    sampling = build_sampling(fields, max_tokens=max_tokens, logprobs=(num_top or 0) if fields.logprobs else None)
+    tools = read_tools(fields.tools, fields.tool_choice, has_place=service.chat_template.takes_tools)
+    asked = await _check_grammar(tools.build_grammar(service.message_format, service.tokenizer, find_grammar(fields)))
+    sampling = build_sampling(
+        fields,
+        max_tokens=max_tokens,
+        logprobs=(num_top or 0) if fields.logprobs else None,
+        grammar=None if asked is None else asked.spec,
+    )
     token_ids = await render_chat(service, fields)
     try:
         prepared = _check(service, fields, [Prompt(token_ids)], [sampling], limits)
@@ -122,7 +136,9 @@ async def prepare_chat(service: RouterService, fields: ChatFields) -> PreparedRe
         elif error.param == "max_tokens" and fields.max_completion_tokens is not None:
             error.param = "max_completion_tokens"
         raise
-    return dataclasses.replace(prepared, is_chat=True, tool_names=get_tool_names(fields.tools, fields.tool_choice))
+    return dataclasses.replace(
+        prepared, is_chat=True, tools=tools, grammar_field=None if asked is None else asked.field
+    )
 
 
 async def render_chat(service: RouterService, fields: ChatFields | TokenizeFields) -> list[int]:
@@ -137,7 +153,7 @@ async def render_chat(service: RouterService, fields: ChatFields | TokenizeField
     arguments = fields.chat_template_kwargs or {}
     if taken := _OWN_ARGUMENTS & arguments.keys():
         raise RequestError(f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
-    tools = check_tools(fields.tools, fields.tool_choice, has_place=service.chat_template.takes_tools)
+    tools = read_tools(fields.tools, fields.tool_choice, has_place=service.chat_template.takes_tools).definitions
     num_characters = sum(len(str(message.get("content"))) for message in messages) + len(str(tools or ""))
     return await run_tokenizer(
         lambda: service.chat_template.render(
@@ -159,7 +175,9 @@ def build_choices(
     choices: list[Choice] = []
     shown_special_ids: frozenset[int] = frozenset()
     if request.is_chat:
-        shown_special_ids = service.message_format.get_tag_ids(service.tokenizer, has_tools=bool(request.tool_names))
+        shown_special_ids = service.message_format.get_tag_ids(
+            service.tokenizer, has_tools=bool(request.tools.names), must_call=request.tools.must_call
+        )
     for prompt, sampling in zip(request.prompts, request.sampling, strict=True):
         for number in range(request.best_of):
             own = with_seed_of_choice(sampling, number)
@@ -218,6 +236,12 @@ def _check_best_of(fields: CompletionFields) -> int | None:
 
 
 # --- checks -------------------------------------------------------------------------------------------
+
+
+async def _check_grammar(asked: AskedGrammar | None) -> AskedGrammar | None:
+    if asked is not None:
+        await asked.check()
+    return asked
 
 
 def _fit(sampling: SamplingParams, num_prompt_tokens: int, limits: InstanceLimits) -> SamplingParams:

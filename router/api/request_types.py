@@ -16,7 +16,7 @@ import functools
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -69,11 +69,48 @@ _TOOL = {
         },
     },
 }
+_TOOL_CHOICES = [
+    {"enum": ["auto", "none", "required"]},
+    {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {
+            "type": {"const": "function"},
+            "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+        },
+    },
+]
 
 PromptList = Annotated[list[Any], Meta(min_length=1, extra_json_schema={"items": _PROMPT_ITEMS})]
 Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, extra_json_schema={"items": _MESSAGE})]
 Tools = Annotated[list[Any], Meta(extra_json_schema={"items": _TOOL})]
-ToolChoice = Annotated[str | dict[str, Any], Meta(extra_json_schema={"enum": ["auto", "none"]})]
+ToolChoice = Annotated[str | dict[str, Any], Meta(extra_json_schema={"anyOf": _TOOL_CHOICES})]
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, rename={"json_schema": "schema"}):
+    """OpenAI's wrapping of a JSON schema. Every schema is followed to the letter, ``strict`` or not."""
+
+    json_schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What an answer is: ``json_schema`` stands beside the type of that name."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's extension: one of these."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -99,6 +136,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     logit_bias: Annotated[dict[TokenIdText, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     seed: Int64 | None = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
 
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Share | None = None
@@ -113,6 +151,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     add_special_tokens: bool | None = None
     timeout: Annotated[float, Meta(gt=0, description="Seconds.")] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class CompletionFields(GenerationFields, kw_only=True):
@@ -166,7 +205,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -190,7 +228,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_regex": ("",),
     "guided_choice": ([],),
     "guided_grammar": ("",),
-    "structured_outputs": (),
     "documents": ([],),
     "chat_template": (),
     "mm_processor_kwargs": ({},),

@@ -16,13 +16,14 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdserve.errors import EngineError, PdserveError, UnavailableError
+from pdserve.errors import EngineError, PdserveError, RequestError, UnavailableError
 from pdserve.router.admission import Visitor
 from pdserve.router.api.answer_types import ErrorBody, Usage
 from pdserve.router.api.answers import Answer, build_usage
 from pdserve.router.api.errors import describe_error, error_response, json_response
 from pdserve.router.api.prepare import PreparedRequest
 from pdserve.router.api.service import RouterService
+from pdserve.router.api.structured import name_field
 from pdserve.router.choice import Choice, ChoiceDelta, run_choices
 from pdserve.router.record import CLIENT_DISCONNECTED, RequestRecord
 
@@ -99,6 +100,8 @@ class GenerationResponse(Response):
                 else:
                     await self._send_whole(deltas, scope, receive, send)
         except PdserveError as error:
+            if isinstance(error, RequestError) and self._request.grammar_field is not None:
+                name_field(error, self._request.grammar_field)
             await self._send_error(error, scope, receive, send)
         except Exception:
             logger.exception("the router failed on request %s", self._record.timeline.response_id)

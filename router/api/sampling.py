@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.protocol import SamplingParams
+from pdserve.protocol import GrammarSpec, SamplingParams
 from pdserve.router.api.request_types import GenerationFields
 
 _INT64 = range(-(2**63), 2**63)
@@ -31,18 +31,22 @@ _SAME_NAMES = (
 )
 
 
-def build_sampling(fields: GenerationFields, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def build_sampling(
+    fields: GenerationFields, *, max_tokens: int | None, logprobs: int | None, grammar: GrammarSpec | None
+) -> SamplingParams:
     """The sampling parameters of the request's first choice, seed included.
 
     Args:
         fields: what the client sent.
         max_tokens: as the endpoint derives it.
         logprobs: as the endpoint derives it.
+        grammar: as the endpoint derives it.
     """
     given: dict[str, Any] = {name: getattr(fields, name) for name in _SAME_NAMES}
     return SamplingParams(
         max_tokens=max_tokens,
         logprobs=logprobs,
+        grammar=grammar,
         seed=secrets.randbits(62) if fields.seed is None else fields.seed,
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         stop_token_ids=tuple(fields.stop_token_ids or ()),

@@ -62,6 +62,23 @@ class FinishReason(enum.StrEnum):
     """The engine could not go on with it; ``RequestOutput.error`` says why."""
 
 
+class GrammarKind(enum.StrEnum):
+    """How a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    """The whole answer matches; the syntax is that of Rust's ``regex``."""
+    LARK = "lark"
+    """Lark's syntax as llguidance extends it; the answer is a ``start``."""
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer may look like."""
+
+    kind: GrammarKind
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen and when a request ends.
 
@@ -84,6 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         logprobs: this many top alternatives for each output token; None = no logprobs at all.
         prompt_logprobs: the same for prompt tokens.
         skip_special_tokens: leave special tokens out of the text.
+        grammar: tokens that it does not allow are not chosen, and EOS only where the answer is whole.
     """
 
     max_tokens: int | None = 16
@@ -104,6 +122,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: GrammarSpec | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

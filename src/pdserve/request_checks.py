@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 
 from pdserve.errors import ContextLengthError, RequestError
+from pdserve.grammars import check_grammar
 from pdserve.protocol import AddRequest, InstanceLimits, SamplingParams
 
 MAX_STOP_TOKEN_IDS = 128
@@ -56,6 +57,10 @@ def check_sampling(params: SamplingParams, limits: InstanceLimits) -> None:
             )
     if any(not text for text in params.stop):
         raise RequestError("stop holds an empty string; leave it out", param="stop")
+    if params.grammar is not None:
+        if params.ignore_eos:
+            raise RequestError("ignore_eos cannot be set beside a grammar, which has an end", param="ignore_eos")
+        check_grammar(params.grammar)
 
 
 def check_request(request: AddRequest, limits: InstanceLimits) -> None:

@@ -14,6 +14,11 @@ from pdserve.protocol import Role
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def with_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
 
 def post(path: str, body: Any, *, decode: FakeInstance | None = None) -> httpx.Response:
@@ -90,7 +95,37 @@ BOTH: list[tuple[dict[str, Any], int, str | None]] = [
     ({"ignore_eos": 1}, 400, "ignore_eos"),
     ({"guided_json": {}}, 400, "guided_json"),
     ({"allowed_token_ids": [1]}, 400, "allowed_token_ids"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"response_format": {"type": "xml"}}, 400, "response_format.type"),
+    ({"response_format": "json_object"}, 400, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+    ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, 400, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, 400, "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+        400,
+        "response_format.json_schema.schema",
+    ),
+    *(
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}, 400, "response_format")
+        for schema in (
+            {"type": "strin"},
+            {"not": {"type": "string"}},
+            {"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}},
+            {"type": "string", "format": "frob"},
+            {"type": "integer", "minimum": 5, "maximum": 3},
+            {"$ref": "http://127.0.0.1:1/schema.json"},
+            json.loads('{"items":' * 200 + "{}" + "}" * 200),
+        )
+    ),
+    ({"structured_outputs": {}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"regex": "["}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, 400, "structured_outputs.choice"),
+    ({"structured_outputs": {"grammar": "start: nowhere"}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, 400, "ignore_eos"),
     ({"return_token_ids": True}, 400, "return_token_ids"),
     (
         {"stream": True, "stream_options": {"continuous_usage_stats": True}},
@@ -124,7 +159,7 @@ COMPLETIONS_ONLY: list[tuple[dict[str, Any], int, str | None]] = [
     ({"best_of": 9}, 400, "best_of"),
     ({"best_of": 2, "stream": True}, 400, "best_of"),
     ({"suffix": "x"}, 400, "suffix"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+    ({"tools": [TOOL]}, 400, "tools"),
     ({"echo": "yes"}, 400, "echo"),
     ({"max_completion_tokens": 5}, 400, "max_completion_tokens"),
     ({"top_logprobs": 2}, 400, "top_logprobs"),
@@ -145,13 +180,17 @@ CHAT_ONLY: list[tuple[dict[str, Any], int, str | None]] = [
     ({"best_of": 2}, 400, "best_of"),
     ({"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+    ({"tools": [TOOL]}, 400, "tools"),
     ({"tools": ["f"]}, 400, "tools"),
     ({"tools": [{"type": "retrieval"}]}, 400, "tools"),
     ({"tools": [{"type": "function", "function": {}}]}, 400, "tools"),
     ({"tool_choice": "auto"}, 400, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, 400, "tool_choice"),
     ({"tool_choice": "required"}, 400, "tool_choice"),
+    ({"tool_choice": "maybe", "tools": [TOOL]}, 400, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, 400, "tool_choice"),
+    ({"tool_choice": "required", "tools": [with_parameters({"type": "array"})]}, 400, "tools"),
+    ({"tool_choice": "required", "tools": [with_parameters({"properties": {"a": {"type": "strin"}}})]}, 400, "tools"),
     ({"functions": [{}]}, 400, "functions"),
     ({"continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message"),
     ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
@@ -269,7 +308,7 @@ def test_a_body_for_another_endpoint_can_be_tokenized() -> None:
     fields = {
         "messages": MESSAGES,
         "max_completion_tokens": 5,
-        "response_format": {"type": "json_object"},
+        "response_format": {"type": "nothing of the kind"},
         "best_of": 3,
     }
     assert post("/tokenize", fields).status_code == 200

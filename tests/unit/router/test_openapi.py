@@ -60,6 +60,19 @@ GENERATION: dict[str, list[Any]] = {
     "cache_salt": ["x", "x" * 256],
     "add_special_tokens": [False],
     "timeout": [0.5, 100],
+    "response_format": [
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "integer"}}},
+    ],
+    "structured_outputs": [
+        {"json": {"type": "string"}},
+        {"json": "{}"},
+        {"json_object": True},
+        {"regex": "a+"},
+        {"choice": ["yes", "no"]},
+        {"grammar": 'start: "a"'},
+    ],
 }
 TEMPLATE: dict[str, list[Any]] = {
     "messages": [MESSAGES, PARTS],

@@ -21,21 +21,34 @@ class ToolCallFormat:
         closing: stands behind each call; empty where nothing does, and then several may follow each other.
         between: characters that may stand around calls besides whitespace.
         may_be_bare: a message that is a call from its first character on needs no ``opening``.
+        around_calls: what a model writes before its first call and behind its last one.
+        around_call: what it writes before and behind each.
+        separator: what it writes from one to the next.
+        arguments_name: what it calls the arguments.
     """
 
     opening: str
     closing: str = ""
     between: str = ""
     may_be_bare: bool = False
+    around_calls: tuple[str, str] = ("", "")
+    around_call: tuple[str, str] = ("", "")
+    separator: str = "\n"
+    arguments_name: str = "arguments"
 
 
 FORMATS: Mapping[str, ToolCallFormat] = MappingProxyType(
     {
-        "hermes": ToolCallFormat("<tool_call>", "</tool_call>"),
-        "llama3_json": ToolCallFormat("<|python_tag|>", between=";", may_be_bare=True),
-        "mistral": ToolCallFormat("[TOOL_CALLS]", between="[,]"),
+        "hermes": ToolCallFormat("<tool_call>", "</tool_call>", around_call=("<tool_call>\n", "\n</tool_call>")),
+        "llama3_json": ToolCallFormat(
+            "<|python_tag|>", between=";", may_be_bare=True, separator="; ", arguments_name="parameters"
+        ),
+        "mistral": ToolCallFormat("[TOOL_CALLS]", between="[,]", around_calls=("[TOOL_CALLS] [", "]"), separator=", "),
     }
 )
+
+FORCED_FORMAT = FORMATS["hermes"]
+"""How a model is made to write calls whose own way is not known."""
 
 _FOREIGN_MARKS = ("<function=", "[ARGS]", "<arg_key>")
 """Templates that show these teach another way of writing calls, between tags that look alike."""
