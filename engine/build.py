@@ -8,22 +8,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from pdserve.checkpoint import architecture_digest, prepare_weights, resolve_model, weights_digest
-from pdserve.connectors.base import ConnectorContext, WakesEngine
 from pdserve.connectors.registry import load_connector
 from pdserve.engine.config import EngineConfig, ModelSettings
 from pdserve.engine.core import EngineCore
-from pdserve.engine.executor import UniProcExecutor
-from pdserve.engine.heap import return_free_memory
-from pdserve.engine.kv_memory import TORCH_DTYPES, allocate_kv_cache, resolve_num_blocks
-from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.models import CausalLM, ModelConfig, load_config_file, load_model
-from pdserve.engine.sampling.sampler import Sampler
+from pdserve.engine.executor import UniProcWorkers, Workers
+from pdserve.engine.kv_memory import resolve_num_blocks
+from pdserve.engine.models import ModelConfig, load_config_file
+from pdserve.engine.sampling.grammar_masks import GrammarCompiler
+from pdserve.engine.worker import WorkerPlan, build_context, set_wake_up
 from pdserve.errors import ConfigError
-from pdserve.kernels.invariance import check_invariance
-from pdserve.kernels.registry import get_backend
 from pdserve.kv_layout import KVCacheSpec, ModelIdentity
 from pdserve.protocol import InstanceLimits, Role
 
@@ -47,69 +41,56 @@ def build_engine(
     source = resolve_model(config.model.model)
     tell(f"loading {source.name} in {_describe_precision(config.model)}")
     directory = prepare_weights(source, config.model.dtype)
-    model, model_config = _load_model(config, directory)
-    spec = _build_spec(config, model_config)
-    device = model.backend.device
-    num_blocks = resolve_num_blocks(config.cache, spec, device)
-    max_model_len = _resolve_max_model_len(config, model_config, spec, num_blocks)
-    config = _resolve(config, num_blocks, max_model_len)
-    identity = ModelIdentity(
-        weights=weights_digest(directory),
-        architecture=architecture_digest(load_config_file(directory)),
-        compute_dtype=config.model.dtype,
-        numerics=model.backend.numerics,
-        kv=spec,
-    )
-    kv_cache = allocate_kv_cache(spec, num_blocks, device)
-    tell(
-        f"{source.name} loaded in {time.monotonic() - started_s:.1f} s; KV: {num_blocks} blocks of "
-        f"{config.cache.block_size} = {num_blocks * config.cache.block_size} tokens, "
-        f"{num_blocks * spec.block_bytes / 2**20:.0f} MiB"
-    )
-    eos_token_ids = frozenset(model_config.eos_token_ids)
-    connector = load_connector(config.connector.connector)
-    context = ConnectorContext(
-        engine_id=engine_id, role=role, identity=identity, spec=spec, options=config.connector.connector_options
-    )
-    scheduler_half, worker_half = connector.build_scheduler(context), connector.build_worker(context)
-    worker_half.register_kv_caches(kv_cache, spec)
-    for half in (scheduler_half, worker_half):
-        if wake_up is not None and isinstance(half, WakesEngine):
-            half.set_wake_up(wake_up)
-    runner = ModelRunner(
-        model,
-        kv_cache,
-        Sampler(eos_token_ids),
-        worker_half,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=max_model_len,
-        layerwise=connector.features.layerwise,
-    )
-    runner.warm_up()
+    workers = _load_workers(config, directory, engine_id)
+    try:
+        model_config = workers.model_config
+        spec = _build_spec(config, model_config)
+        num_blocks = resolve_num_blocks(config.cache, spec, workers.device)
+        max_model_len = _resolve_max_model_len(config, model_config, spec, num_blocks)
+        config = _resolve(config, num_blocks, max_model_len)
+        identity = ModelIdentity(
+            weights=weights_digest(directory),
+            architecture=architecture_digest(load_config_file(directory)),
+            compute_dtype=config.model.dtype,
+            numerics=workers.numerics,
+            kv=spec,
+            tensor_parallel_size=workers.rank.tensor_parallel_size,
+            pipeline_parallel_size=workers.rank.pipeline_parallel_size,
+        )
+        tell(
+            f"{source.name} loaded in {time.monotonic() - started_s:.1f} s; KV: {num_blocks} blocks of "
+            f"{config.cache.block_size} = {num_blocks * config.cache.block_size} tokens, "
+            f"{num_blocks * spec.block_bytes / 2**20:.0f} MiB"
+        )
+        eos_token_ids = frozenset(model_config.eos_token_ids)
+        grammars = GrammarCompiler(directory, model_config.vocab_size, eos_token_ids)
+        plan = WorkerPlan(num_blocks, max_model_len, engine_id, role, identity)
+        connector = load_connector(config.connector.connector)
+        scheduler_half = connector.build_scheduler(build_context(config, plan, model_config, workers.rank))
+        set_wake_up(scheduler_half, wake_up)
+        executor = workers.start(plan, grammars, wake_up)
+    except BaseException:
+        workers.close()
+        raise
     return cls(
         config,
         identity=identity,
         limits=_build_limits(config, model_config, num_blocks, max_model_len),
         model_name=config.model.served_model_name or source.name,
         eos_token_ids=eos_token_ids,
-        executor=UniProcExecutor(runner),
+        executor=executor,
         connector=scheduler_half,
+        grammars=grammars,
     )
 
 
-def _load_model(config: EngineConfig, directory: Path) -> tuple[CausalLM, ModelConfig]:
-    torch.set_num_threads(config.model.num_threads or 1)
-    dtype = TORCH_DTYPES[config.model.dtype]
-    backend = get_backend(config.model.kernel_backend, dtype, config.model.quantization, config.model.device)
-    model = load_model(directory, dtype, backend)
-    return_free_memory()
-    if not check_invariance(model, config.cache.block_size):
-        logger.warning(
-            "kernels %s are not batch-invariant on this machine: answers may differ between prefill/decode and one "
-            "engine; choose another --kernel-backend",
-            backend.numerics,
-        )
-    return model, model.config
+def _load_workers(config: EngineConfig, directory: Path, engine_id: str) -> Workers:
+    settings = config.model
+    if settings.tensor_parallel_size == settings.pipeline_parallel_size == 1:
+        return UniProcWorkers(config, directory)
+    from pdserve.engine.parallel.executor import RankWorkers
+
+    return RankWorkers(config, directory, engine_id.partition("@")[0])
 
 
 def _describe_precision(settings: ModelSettings) -> str:

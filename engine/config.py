@@ -34,6 +34,10 @@ class ModelSettings:
     num_threads: int | None = setting(
         None, help="compute threads of one instance; default: 1 (pdserve up shares the cores out)"
     )
+    tensor_parallel_size: int = setting(
+        1, help="worker processes that share each layer's heads and features; must divide them", minimum=1
+    )
+    pipeline_parallel_size: int = setting(1, help="worker processes that share the layers", minimum=1)
 
 
 @dataclass(frozen=True)

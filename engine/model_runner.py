@@ -6,17 +6,18 @@ Owns the model, the KV memory, the requests as arrays, and the connector's worke
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pdserve.connectors.base import ChoosesLayerSteps, KVConnectorWorker
 from pdserve.engine.input_batch import InputBatch
-from pdserve.engine.models import CausalLM
+from pdserve.engine.models import LayerHook, ModelConfig
 from pdserve.engine.sampling.logprobs import build_token_logprobs
-from pdserve.engine.sampling.sampler import Sampler, SamplerOutput, SamplingRow
+from pdserve.engine.sampling.sampler import SamplerOutput, SamplingRow
 from pdserve.engine.scheduler_output import ModelRunnerOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from pdserve.kernels.base import AttentionMetadata
 from pdserve.protocol import TokenLogprobs
@@ -47,6 +48,45 @@ class LayerTransfers:
         self._connector.save_kv_layer(layer)
 
 
+class LanguageModel(Protocol):
+    """A model as its runner sees it: a `CausalLM`, or a rank's share of one."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The whole model's shape."""
+        ...
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: Tensor,
+        on_layer: LayerHook | None = None,
+    ) -> Tensor | None:
+        """Hidden states [T, D] behind the final norm; None where another stage goes on with them."""
+        ...
+
+    def compute_logits(self, hidden_RD: Tensor, out_RV: Tensor | None = None) -> Tensor:
+        """See `CausalLM.compute_logits`."""
+        ...
+
+    def find_likeliest(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """See `CausalLM.find_likeliest`."""
+        ...
+
+
+class TokenSampler(Protocol):
+    """Chooses tokens: a `Sampler`, or its stand-in in ranks that leave it to another one."""
+
+    def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
+        """See `Sampler.sample`."""
+        ...
+
+    def take_likeliest(self, token_ids_R: Tensor, logits_R: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
+        """See `Sampler.take_likeliest`."""
+        ...
+
+
 class ModelRunner:
     """Runs steps of one model on one device.
 
@@ -58,24 +98,27 @@ class ModelRunner:
         max_num_seqs: requests that run at once.
         max_model_len: tokens of the longest sequence.
         layerwise: whether the connector wants its layer hooks called.
+        num_ranks: of the engine; all of them run the same steps, this one among them.
     """
 
     def __init__(
         self,
-        model: CausalLM,
+        model: LanguageModel,
         kv_cache: Tensor,
-        sampler: Sampler,
+        sampler: TokenSampler,
         connector: KVConnectorWorker,
         *,
         max_num_seqs: int,
         max_model_len: int,
         layerwise: bool,
+        num_ranks: int = 1,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._block_size = kv_cache.shape[4]
         self._sampler = sampler
         self._connector = connector
+        self._num_ranks = num_ranks
         self._layer_hook = LayerTransfers(connector) if layerwise else None
         self._batch = InputBatch(max_num_seqs, max_model_len, self._block_size)
         self._sampling_rows: dict[str, SamplingRow] = {}
@@ -102,7 +145,12 @@ class ModelRunner:
                 metadata = AttentionMetadata.build([num_tokens], [num_tokens], [[0]], self._block_size)
                 token_ids = torch.zeros(num_tokens, dtype=torch.int64)
                 hidden_TD = self._model.forward(token_ids, metadata, self._kv_cache, None)
-                self._model.find_likeliest(hidden_TD[-1:])
+                if hidden_TD is not None:
+                    self._model.find_likeliest(hidden_TD[-1:])
+
+    def append_tokens(self, token_ids: Mapping[str, int]) -> None:
+        """The tokens of the last step, where another rank chose them."""
+        self._batch.append_tokens(token_ids.keys(), token_ids.values())
 
     def close(self) -> None:
         """Close the connector's half; idempotent."""
@@ -131,7 +179,8 @@ class ModelRunner:
     def _compute(self, step: SchedulerOutput, output: ModelRunnerOutput) -> bool:
         """Forward and sample; False when the forward pass failed, and then nothing of it may be saved.
 
-        A failure (memory, a kernel) ends this step's requests, not the engine.
+        A failure (memory, a kernel) ends this step's requests, not the engine. One of several ranks cannot go on after
+        it: the others wait for its part.
         """
         if not step.num_tokens:
             return True
@@ -139,6 +188,8 @@ class ModelRunner:
             with torch.inference_mode():
                 self._forward_and_sample(step.scheduled, output)
         except (RuntimeError, MemoryError):
+            if self._num_ranks > 1:
+                raise
             logger.exception("the forward pass of %d requests failed", len(step.scheduled))
             reason = "the engine's forward pass failed"
             output.failed = {item.request_id: reason for item in step.scheduled}
@@ -148,6 +199,8 @@ class ModelRunner:
     def _forward_and_sample(self, items: tuple[ScheduledRequest, ...], output: ModelRunnerOutput) -> None:
         inputs = self._batch.build_inputs(items)
         hidden_TD = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, self._choose_layer_hook())
+        if hidden_TD is None:
+            return
         self._make_prompt_logprobs(items, hidden_TD, output)
         rows = [self._sampling_rows[items[index].request_id] for index in inputs.sampling_indices]
         if not rows:
@@ -158,6 +211,7 @@ class ModelRunner:
         output.sampled_token_ids = sampled.token_ids
         output.logprobs = sampled.logprobs
         output.failed = sampled.failed
+        output.refused = sampled.refused
 
     def _sample(self, hidden_RD: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
         """A token for each row; where all are plain, without their logits in memory."""

@@ -45,6 +45,11 @@ class Shard:
         return self.rank.pipeline_parallel_rank == self.rank.pipeline_parallel_size - 1
 
     @property
+    def samples(self) -> bool:
+        """Whether this is the one rank whose tokens count."""
+        return self.is_last_stage and self.rank.tensor_parallel_rank == 0
+
+    @property
     def num_heads(self) -> int:
         """Query heads of the rank."""
         return self.config.num_heads // self.rank.tensor_parallel_size

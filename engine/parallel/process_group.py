@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo
+from torch import Tensor, distributed
 
 from pdserve.errors import EngineError
 from pdserve.kv_layout import Rank
+
+# torch's type stubs leave out most of what these have.
+_ProcessGroupGloo: Any = distributed.ProcessGroupGloo
+_distributed: Any = distributed
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 300.0
@@ -35,7 +39,7 @@ class GlooGroup:
 
     def __init__(self, rank: Rank, rendezvous: Path, timeout_s: float = TIMEOUT_S) -> None:
         self._rank = rank
-        store = FileStore(str(rendezvous), rank.size)
+        store = _distributed.FileStore(str(rendezvous), rank.size)
         store.set_timeout(timedelta(seconds=timeout_s))
         stage, share = rank.pipeline_parallel_rank, rank.tensor_parallel_rank
         self._stage = _Gloo(store, f"stage{stage}", share, rank.tensor_parallel_size, timeout_s)
@@ -74,23 +78,23 @@ class GlooGroup:
 class _Gloo:
     """One gloo group; none is made for a rank that is alone in it."""
 
-    def __init__(self, store: FileStore, name: str, index: int, size: int, timeout_s: float) -> None:
+    def __init__(self, store: Any, name: str, index: int, size: int, timeout_s: float) -> None:
         self._size = size
-        self._group: ProcessGroupGloo | None = None
+        self._group: Any = None
         if size == 1:
             return
-        options = ProcessGroupGloo._Options()
+        options = _ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._devices = [_ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         try:
-            self._group = ProcessGroupGloo(PrefixStore(name, store), index, size, options)
+            self._group = _ProcessGroupGloo(_distributed.PrefixStore(name, store), index, size, options)
         except RuntimeError as error:
             raise EngineError(f"the ranks of this engine do not find each other: {error}") from error
 
     def gather(self, columns: Tensor) -> Tensor:
         if self._group is None:
             return columns
-        gathered = columns.new_empty(self._size, *columns.shape)
+        gathered: Tensor = columns.new_empty(self._size, *columns.shape)
         try:
             self._group.allgather([list(gathered.unbind(0))], [columns.contiguous()]).wait()
         except RuntimeError as error:

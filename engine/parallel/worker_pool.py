@@ -1,0 +1,163 @@
+"""An engine's worker processes, as the engine's process sees them: started, told, listened to, ended."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.parallel.broadcast_buffer import BroadcastBuffer
+from pdserve.engine.parallel.messages import Answer, Refused, WorkerStart
+from pdserve.errors import ConfigError, EngineError
+from pdserve.kv_layout import Rank
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Answer)
+_END_S = 10.0
+"""How long workers may take to close their connectors."""
+
+
+class WorkerPool:
+    """One process for each rank. Used by one thread.
+
+    Args:
+        config: the engine's settings.
+        directory: the model's files.
+        ranks: all of the engine's, in order.
+        engine_name: for the workers' logs.
+
+    Raises:
+        ConfigError: this system cannot run them.
+    """
+
+    def __init__(self, config: EngineConfig, directory: Path, ranks: Sequence[Rank], engine_name: str) -> None:
+        self._ranks = ranks
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+        self._is_healthy = True
+        self._buffer = BroadcastBuffer.create()
+        self._rendezvous = Path(tempfile.mkdtemp(prefix="pdserve-ranks-"))
+        log_level = logging.getLevelName(logging.getLogger("pdserve").getEffectiveLevel())
+        for rank in ranks:
+            start = WorkerStart(
+                config=config,
+                directory=str(directory),
+                rank=rank,
+                rendezvous=str(self._rendezvous / "ranks"),
+                buffer_fd=self._buffer.fd,
+                process_name=f"{engine_name}/{rank.label}",
+                log_level=log_level,
+            )
+            self._start(msgspec.msgpack.encode(start))
+
+    def send(self, frame: bytes) -> None:
+        """The same frame to all workers.
+
+        Raises:
+            EngineError: one has ended.
+        """
+        try:
+            for connection in self._connections:
+                connection.send_bytes(frame)
+        except OSError as error:
+            raise self._build_loss() from error
+
+    def broadcast(self, message: bytes) -> None:
+        """A large message to all workers, through shared memory; all of them have answered the last one.
+
+        Raises:
+            EngineError: one has ended.
+        """
+        self.send(msgspec.msgpack.encode(self._buffer.write(message)))
+
+    def collect(self, kind: type[T]) -> list[T]:
+        """One answer of each worker, in the order of ranks; waits for all.
+
+        Raises:
+            ConfigError: a worker says that it cannot start.
+            EngineError: one has ended.
+        """
+        answers: dict[int, T] = {}
+        pending = {connection: index for index, connection in enumerate(self._connections)}
+        while pending:
+            for ready in wait(list(pending)):
+                assert isinstance(ready, Connection)
+                answer = self._receive(ready)
+                if isinstance(answer, Refused):
+                    self._is_healthy = False
+                    raise ConfigError(answer.message)
+                assert isinstance(answer, kind)
+                answers[pending.pop(ready)] = answer
+        return [answers[index] for index in range(len(self._ranks))]
+
+    def close(self) -> None:
+        """End all workers: at their leisure, or at once when one has failed; idempotent."""
+        for connection in self._connections if self._is_healthy else ():
+            try:
+                connection.send_bytes(b"")
+            except OSError:
+                self._is_healthy = False
+        for process in self._processes:
+            self._end(process)
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        self._buffer.close()
+        shutil.rmtree(self._rendezvous, ignore_errors=True)
+
+    def _start(self, start: bytes) -> None:
+        connection, theirs = Pipe()
+        with theirs:
+            fds = (theirs.fileno(), self._buffer.fd)
+            command = [sys.executable, "-m", "pdserve.engine.parallel.worker_process", str(fds[0])]
+            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds))
+        self._connections.append(connection)
+        connection.send_bytes(start)
+
+    def _receive(self, connection: Connection) -> Answer:
+        try:
+            return self._decoder.decode(connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._build_loss() from error
+
+    def _build_loss(self) -> EngineError:
+        """Which workers have ended, in words; the others are not waited for any more."""
+        self._is_healthy = False
+        for process in self._processes:
+            _wait(process, 1.0)
+        ended = [
+            f"{rank.label} ({_describe_status(process.returncode)})"
+            for rank, process in zip(self._ranks, self._processes, strict=True)
+            if process.returncode is not None
+        ]
+        return EngineError(f"worker processes of this engine have ended: {', '.join(ended) or 'not known which'}")
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        if self._is_healthy and not _wait(process, _END_S):
+            logger.warning("worker process %d does not end; it is killed", process.pid)
+        process.kill()
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _describe_status(status: int) -> str:
+    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
