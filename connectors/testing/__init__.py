@@ -6,6 +6,7 @@
     bench.py       several such engines: what a check works with
     target.py      what a connector brings along: its options, its store, ways to break it
     runner.py      runs checks; report.py makes verdicts of them; hang_watch.py ends calls that never return
+    checks_process.py   the same in a process that may hang and crash; checks_main.py is what runs there
     counters.py    what connectors count
     suite.py       the pytest class; plugin.py its command-line options
     faults/        damage: between the halves, on the wire, to the peer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pdserve.connectors.testing.bench import Bench
@@ -64,6 +64,7 @@ def run_checks(
     *,
     patience: Patience | None = None,
     on_result: Callable[[CheckResult], None] | None = None,
+    on_alive: Callable[[], None] | None = None,
 ) -> list[CheckResult]:
     """Run checks one after the other.
 
@@ -72,38 +73,38 @@ def run_checks(
         checks: what to run.
         patience: how long to wait for what should come at once.
         on_result: told of each end.
+        on_alive: called now and then, on another thread, as long as no call hangs that cannot be ended.
     """
-    results = []
-    for result in _run_each(target, checks, patience or Patience()):
-        results.append(result)
+    patience, results = patience or Patience(), []
+    for check in checks:
+        results.append(run_check(target, check, patience, on_alive))
         if on_result is not None:
-            on_result(result)
+            on_result(results[-1])
     return results
 
 
-def _run_each(target: ConformanceTarget, checks: Iterable[Check], patience: Patience) -> Iterator[CheckResult]:
-    for check in checks:
-        yield run_check(target, check, patience)
-
-
-def run_check(target: ConformanceTarget, check: Check, patience: Patience) -> CheckResult:
+def run_check(
+    target: ConformanceTarget, check: Check, patience: Patience, on_alive: Callable[[], None] | None = None
+) -> CheckResult:
     """Run one check on a bench of its own; whatever the connector raises is a result, not an error."""
     unmet = check.find_unmet_need(target.features, composes=target.composes)
     if unmet is not None:
         return CheckResult(check, Verdict.NOT_DECLARED, unmet)
     bench = Bench(target, check.rule, patience)
     began = time.monotonic()
-    ends = [_judge(check.rule, bench, action) for action in (lambda: _run(check, bench), bench.close)]
+    ends = [_judge(check.rule, bench, action, on_alive) for action in (lambda: _run(check, bench), bench.close)]
     # What a failed check leaves behind may not be closed well: its own end is the one to tell.
     verdict, reason, broken_rule = next((end for end in ends if end[0] is not Verdict.PASS), ends[0])
     return CheckResult(check, verdict, reason, broken_rule, time.monotonic() - began)
 
 
-def find_start_error(target: ConformanceTarget, patience: Patience) -> str | None:
+def find_start_error(
+    target: ConformanceTarget, patience: Patience, on_alive: Callable[[], None] | None = None
+) -> str | None:
     """Why no engine can be started with the connector, or None."""
     bench = Bench(target, "start", patience)
-    verdict, reason, _ = _judge("start", bench, lambda: _start(bench))
-    _judge("start", bench, bench.close)
+    verdict, reason, _ = _judge("start", bench, lambda: _start(bench), on_alive)
+    _judge("start", bench, bench.close, on_alive)
     return None if verdict is Verdict.PASS else reason.removeprefix("start: ")
 
 
@@ -117,9 +118,11 @@ def _start(bench: Bench) -> None:
     bench.build_consumer()
 
 
-def _judge(rule: str, bench: Bench, action: Callable[[], None]) -> tuple[Verdict, str, str | None]:
+def _judge(
+    rule: str, bench: Bench, action: Callable[[], None], on_alive: Callable[[], None] | None
+) -> tuple[Verdict, str, str | None]:
     try:
-        with ending_hangs(bench.patience.call_timeout_s):
+        with ending_hangs(bench.patience.call_timeout_s, on_alive):
             action()
     except NotOfferedError as missing:
         return Verdict.NOT_OFFERED, str(missing), None

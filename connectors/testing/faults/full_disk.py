@@ -27,6 +27,14 @@ def full_disk(directory: Path) -> AbstractContextManager[None]:
     return no_file_grows()
 
 
+def release_mounts(directory: Path) -> None:
+    """Take away what a process that was ended inside of `full_disk` left mounted below ``directory``."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            if Path(line.split(" ")[1]).is_relative_to(directory):
+                _run("umount", "--lazy", line.split(" ")[1])
+
+
 @contextlib.contextmanager
 def no_file_grows() -> Iterator[None]:
     """Inside, this process cannot write to files; what it has written stays, and so do sockets and pipes."""

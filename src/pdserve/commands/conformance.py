@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdserve.connectors.testing.check import Level
 from pdserve.connectors.testing.checks import get_checks
+from pdserve.connectors.testing.checks_process import run_checks_apart
 from pdserve.connectors.testing.patience import Patience
 from pdserve.connectors.testing.report import build_report, format_table, has_failed, judge_rules
-from pdserve.connectors.testing.runner import CheckResult, Verdict, find_start_error, run_checks
-from pdserve.connectors.testing.target import ConformanceTarget, open_target, read_options
+from pdserve.connectors.testing.runner import CheckResult, Verdict
+from pdserve.connectors.testing.target import read_options
 from pdserve.errors import ConfigError
 from pdserve.settings import load_settings, setting
 
@@ -64,28 +62,30 @@ def run(argv: Sequence[str]) -> int:
     if settings.report is not None:
         _require_writable(Path(settings.report))
     options = read_options(Path(settings.options)) if settings.options else None
-    before = threading.enumerate()
-    with (
-        tempfile.TemporaryDirectory(prefix="pdserve-conformance-") as directory,
-        closing(open_target(settings.connector, Path(directory), options=options, target=settings.target)) as target,
-    ):
-        status = _judge(settings, target)
-    _end_without_threads(status, before)
-    return status
+    with tempfile.TemporaryDirectory(prefix="pdserve-conformance-") as directory:
+        results, end_error = run_checks_apart(
+            settings.connector,
+            get_checks(max_level=Level(settings.level)),
+            Path(directory),
+            options=options,
+            target=settings.target,
+            patience=Patience(settings.timeout_s),
+            on_result=_show_progress,
+        )
+    is_broken = _report(settings, results)
+    if end_error is not None:
+        print(f"error: {end_error}", file=sys.stderr)
+    return int(is_broken or end_error is not None)
 
 
-def _judge(settings: ConformanceSettings, target: ConformanceTarget) -> int:
-    checks, patience = get_checks(max_level=Level(settings.level)), Patience(settings.timeout_s)
-    error = find_start_error(target, patience)
-    if error is not None:
-        raise ConfigError(f"no engine can be started with connector {settings.connector}: {error}")
-    results = run_checks(target, checks, patience=patience, on_result=_show_progress)
+def _report(settings: ConformanceSettings, results: Sequence[CheckResult]) -> bool:
+    """Tell the verdicts; whether a rule is broken."""
     verdicts = judge_rules(results)
     print(format_table(verdicts))
     if settings.report is not None:
         report = build_report(settings.connector, results, verdicts)
         Path(settings.report).write_text(json.dumps(report, indent=2) + "\n")
-    return int(has_failed(verdicts))
+    return has_failed(verdicts)
 
 
 def _require_writable(report: Path) -> None:
@@ -94,15 +94,6 @@ def _require_writable(report: Path) -> None:
         report.open("a").close()
     except OSError as error:
         raise ConfigError(f"--report {report} cannot be written: {error.strerror}") from error
-
-
-def _end_without_threads(status: int, before: Sequence[threading.Thread]) -> None:
-    """Threads that a connector leaves and that are no daemons would keep the process from ending, verdicts and all."""
-    left = [thread.name for thread in threading.enumerate() if thread not in before and not thread.daemon]
-    if left:
-        print(f"error: the connector left threads running: {', '.join(left)}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(status or 1)
 
 
 def _show_progress(result: CheckResult) -> None:
