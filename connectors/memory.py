@@ -100,7 +100,7 @@ class MemoryWorker(NullWorker):
     """The half beside the model runner: moves the bytes."""
 
     def __init__(self, context: ConnectorContext, store: Store) -> None:
-        self._format = BlockFormat(context.identity, context.spec)
+        self._format = BlockFormat(context.identity, context.spec, context.rank)
         self._rank = context.rank
         self._store = store
         self._saves: list[SaveRequest] = []

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from pdserve.connectors.base import CancelsSends, ConnectorContext, KVRequest
+from pdserve.connectors.messages import MessageTypes, ServesRanks
 from pdserve.connectors.testing.check import Need
-from pdserve.connectors.testing.harness import Blame, EngineHarness, WorkerWrapper
+from pdserve.connectors.testing.harness import EngineHarness, WorkerWrapper
 from pdserve.connectors.testing.kv_content import TINY_SPEC, build_context
 from pdserve.connectors.testing.patience import Patience
 from pdserve.connectors.testing.target import ConformanceTarget, StoredBlocks
-from pdserve.connectors.testing.violations import NotOfferedError, RuleViolationError
+from pdserve.connectors.testing.violations import Blame, NotOfferedError, RuleViolationError
 from pdserve.kv_layout import BlockHasher, BlockKey, KVCacheSpec
 from pdserve.protocol import KVTransferParams, Role
 
@@ -62,20 +63,28 @@ class Bench:
         num_blocks: int = 64,
         wrap_worker: WorkerWrapper | None = None,
         lease_s: float | None = None,
+        parallel: tuple[int, int] = (1, 1),
     ) -> EngineHarness:
         """Start an engine.
 
         Args:
             role: what it is used for.
             name: engines of one name are incarnations of one process.
-            spec: shape of its blocks.
+            spec: shape of its blocks, over all ranks.
             weights: of its model; engines with equal ones serve the same model.
             num_blocks: size of its pool.
             wrap_worker: puts something between the engine and the worker half.
             lease_s: how long it holds blocks for a consumer; None = as the target has it.
+            parallel: its tensor-parallel and its pipeline-parallel size.
         """
-        context = self.build_context(role, name, spec=spec, weights=weights, lease_s=lease_s)
-        engine = EngineHarness(self.target.connector, context, num_blocks=num_blocks, wrap_worker=wrap_worker)
+        context = self.build_context(role, name, spec=spec, weights=weights, lease_s=lease_s, parallel=parallel)
+        engine = EngineHarness(
+            self.target.connector,
+            context,
+            num_blocks=num_blocks,
+            wrap_worker=wrap_worker,
+            message_types=self._get_message_types(context),
+        )
         engine.blame = self._blame
         self._engines.append(engine)
         return engine
@@ -88,6 +97,7 @@ class Bench:
         spec: KVCacheSpec = TINY_SPEC,
         weights: str = "weights",
         lease_s: float | None = None,
+        parallel: tuple[int, int] = (1, 1),
     ) -> ConnectorContext:
         """What the halves of one engine are built with; see `build_engine`."""
         self._num_started += 1
@@ -98,6 +108,7 @@ class Bench:
             spec=spec,
             weights=f"{weights}-{self._run}",
             engine_id=f"{name}-{self._run}-{self._num_started}",
+            parallel=parallel,
         )
 
     def build_producer(self, name: str = "producer", **parts: Any) -> EngineHarness:
@@ -341,6 +352,14 @@ class Bench:
             yield
         finally:
             self._set_blame(before)
+
+    def _get_message_types(self, context: ConnectorContext) -> MessageTypes | None:
+        if not self.target.features.ranks:
+            return None
+        connector = self.target.connector
+        if not isinstance(connector, ServesRanks):
+            raise RuleViolationError("R12", "ranks is declared, but the connector's class has no message_types")
+        return connector.message_types(context.options)
 
     def _set_blame(self, blame: Blame | None) -> None:
         self._blame = blame

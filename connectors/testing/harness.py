@@ -13,11 +13,11 @@ A request's way::
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from pdserve.connectors.base import (
     ChoosesLayerSteps,
@@ -35,47 +35,22 @@ from pdserve.connectors.base import (
     StepPlan,
     WakesEngine,
 )
+from pdserve.connectors.messages import MessageTypes
 from pdserve.connectors.testing.counters import require_plausible
 from pdserve.connectors.testing.kv_content import Bytes, KVContent
+from pdserve.connectors.testing.kv_share import KVShare
+from pdserve.connectors.testing.live_request import LiveRequest
 from pdserve.connectors.testing.pool import BlockMemory
-from pdserve.connectors.testing.violations import RuleViolationError
+from pdserve.connectors.testing.rank_workers import RankWorkers, build_worker_halves
+from pdserve.connectors.testing.violations import Blame, RuleViolationError
+from pdserve.connectors.testing.wire import Wire
 from pdserve.kv_layout import BlockHasher
 from pdserve.protocol import KVTransferParams
 
 _IDLE_STEP_S = 0.0002
 
 
-@dataclass(frozen=True, slots=True)
-class Blame:
-    """The rule that wrong bytes break when they could break several.
-
-    Attributes:
-        rule: its id.
-        covers_garbage: also when it shows where the bytes come from (memory not computed, or free already).
-    """
-
-    rule: str
-    covers_garbage: bool = False
-
-
 WorkerWrapper = Callable[[KVConnectorWorker], KVConnectorWorker]
-
-
-@dataclass
-class _Live:
-    """One request and what the engine keeps for it."""
-
-    request: KVRequest
-    token_ids: Sequence[int]
-    salt: str
-    block_ids: list[int] = field(default_factory=list)
-    num_local_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_loading_tokens: int = 0
-    is_load_async: bool = True
-    has_failed_load: bool = False
-    is_finished: bool = False
-    is_held: bool = False
 
 
 class EngineHarness:
@@ -83,9 +58,10 @@ class EngineHarness:
 
     Args:
         connector: the class under test.
-        context: what its halves are built with.
+        context: what its halves are built with, if there is one rank; else the first rank's.
         num_blocks: size of the pool.
-        wrap_worker: puts something between the engine and the worker half.
+        wrap_worker: puts something between the engine and the worker half, or all of them.
+        message_types: what the halves say to each other goes as bytes of these types; None = as it is.
 
     Attributes:
         blame: what wrong bytes count as at the moment.
@@ -99,15 +75,23 @@ class EngineHarness:
         *,
         num_blocks: int = 64,
         wrap_worker: WorkerWrapper | None = None,
+        message_types: MessageTypes | None = None,
     ) -> None:
         self.context = context
         self.blame: Blame | None = None
-        self.content = KVContent(context.identity.fingerprint, context.spec)
-        self.memory = BlockMemory(self.content, context.spec, num_blocks, context.role)
+        contexts = [dataclasses.replace(context, rank=rank) for rank in context.rank.all_ranks]
+        contents = [KVContent(own.identity.fingerprint + own.rank.label, own.spec) for own in contexts]
+        self.content = contents[0]
+        self.memory = BlockMemory(
+            [KVShare(content, context.spec, num_blocks, context.role) for content in contents], num_blocks
+        )
+        self._wire = Wire(message_types)
         with contextlib.ExitStack() as built:
             self.scheduler = connector.build_scheduler(context)
             built.callback(lambda: self.scheduler.close())
-            worker = connector.build_worker(context)
+            halves = build_worker_halves(connector, contexts)
+            self.ranks = RankWorkers(halves, self.memory.shares, self._wire)
+            worker = halves[0] if len(halves) == 1 else self.ranks
             self.worker = wrap_worker(worker) if wrap_worker else worker
             built.callback(lambda: self.worker.close())
             self.worker.register_kv_caches(self.memory.kv_cache, context.spec)
@@ -123,9 +107,10 @@ class EngineHarness:
         """Requests whose load ended, and how many tokens of it are good."""
         self._layerwise = connector.features.layerwise
         self._holds_blocks = connector.features.can_save and not connector.features.is_store
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._owed_sent: set[str] = set()
         self._due: list[str] = []
+        self._loads_started: list[str] = []
 
     # --- what a test does -----------------------------------------------------------------------------------
 
@@ -142,7 +127,7 @@ class EngineHarness:
         hasher = BlockHasher(self.context.identity.fingerprint, cache_salt=salt, adapter=adapter)
         keys = hasher.block_keys(token_ids, self.context.spec.block_size)
         request = KVRequest(request_id, len(token_ids), tuple(keys), params)
-        self._live[request_id] = _Live(request, tuple(token_ids), salt + adapter)
+        self._live[request_id] = LiveRequest(request, tuple(token_ids), salt + adapter)
         if params is not None and isinstance(self.scheduler, HearsOfQueue):
             self.scheduler.request_queued(request)
         return request
@@ -173,6 +158,8 @@ class EngineHarness:
         live.num_local_tokens = live.num_computed_tokens = num_local_tokens
         self.memory.fill(live.block_ids, live.token_ids, range(num_local_tokens), live.salt)
         live.num_loading_tokens = num_external_tokens
+        if num_external_tokens and live.is_load_async:
+            self._loads_started.append(request_id)
         self.scheduler.update_state_after_alloc(live.request, live.block_ids, num_local_tokens, num_external_tokens)
         return live.block_ids
 
@@ -191,12 +178,14 @@ class EngineHarness:
         for request_id in preempted:
             self._release(self._live[request_id], "R8")
         metadata = self.build_metadata(scheduled or {}, preempted)
-        self.worker.start_load_kv(metadata)
+        started, self._loads_started = self._loads_started, []
+        self.ranks.expect(started, self._due)
+        self.worker.start_load_kv(self._wire.carry_metadata(metadata))
         self._run_layers(chosen, forward_fails=forward_fails)
         if not forward_fails:
             self.worker.wait_for_save()
         due, self._due = self._due, []
-        output = self.worker.get_finished(due)
+        output = self._wire.carry_output(self.worker.get_finished(due))
         self.scheduler.update_from_output(output)
         if not forward_fails:
             for live, num_tokens in chosen:
@@ -337,7 +326,7 @@ class EngineHarness:
 
     # --- the engine's part --------------------------------------------------------------------------------------
 
-    def _run_layers(self, chosen: Sequence[tuple[_Live, int]], *, forward_fails: bool) -> None:
+    def _run_layers(self, chosen: Sequence[tuple[LiveRequest, int]], *, forward_fails: bool) -> None:
         """The forward pass; with layer hooks, a layer's KV stands in memory only when its turn has come."""
         if not self._wants_layers():
             if not forward_fails:
@@ -353,7 +342,7 @@ class EngineHarness:
             return self._layerwise and self.worker.wants_layers()
         return self._layerwise
 
-    def _fill(self, chosen: Sequence[tuple[_Live, int]], layer: int | None) -> None:
+    def _fill(self, chosen: Sequence[tuple[LiveRequest, int]], layer: int | None) -> None:
         for live, num_tokens in chosen:
             end = min(live.num_computed_tokens + num_tokens, len(live.token_ids))
             positions = range(live.num_computed_tokens, end)
@@ -405,7 +394,7 @@ class EngineHarness:
         self._check_loaded(live)
         self._release_if_free(live)
 
-    def _check_loaded(self, live: _Live) -> None:
+    def _check_loaded(self, live: LiveRequest) -> None:
         name = live.request.request_id
         local = range(live.num_local_tokens)
         if self.memory.find_wrong(live.block_ids, live.token_ids, local, live.salt) is not None:
@@ -413,11 +402,13 @@ class EngineHarness:
         loaded = range(live.num_local_tokens, live.num_computed_tokens)
         position = self.memory.find_wrong(live.block_ids, live.token_ids, loaded, live.salt)
         if position is not None:
-            rule, reason = self.memory.explain_wrong(live.block_ids, position, holds_blocks=self._holds_blocks)
+            rule, reason = self.memory.explain_wrong(
+                live.block_ids, live.token_ids, position, live.salt, holds_blocks=self._holds_blocks
+            )
             message = f"token {position} of {name} was loaded, but {reason}"
             raise RuleViolationError(self._choose_rule(rule) or "R14", message)
 
-    def _check_intact(self, live: _Live) -> None:
+    def _check_intact(self, live: LiveRequest) -> None:
         """What stands in the request's blocks is still right: nobody wrote there since."""
         computed = range(min(live.num_computed_tokens, len(live.token_ids)))
         if live.num_loading_tokens or not live.block_ids:
@@ -434,13 +425,13 @@ class EngineHarness:
             return rule
         return self.blame.rule
 
-    def _release_if_free(self, live: _Live) -> None:
+    def _release_if_free(self, live: LiveRequest) -> None:
         if live.is_finished and not live.is_held and not live.num_loading_tokens:
             self._release(live, "R11" if live.has_failed_load else "R9")
             if live.request.request_id not in self._owed_sent:
                 del self._live[live.request.request_id]
 
-    def _release(self, live: _Live, rule: str) -> None:
+    def _release(self, live: LiveRequest, rule: str) -> None:
         """Free the blocks, and write over them: a connector that still reads them saves garbage."""
         self.memory.free(live.block_ids, rule)
         live.block_ids = []

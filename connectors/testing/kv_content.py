@@ -10,11 +10,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.connectors.base import ConnectorContext
-from pdserve.kv_layout import DTYPE_BYTES, KVCacheSpec, ModelIdentity
+from pdserve.kv_layout import DTYPE_BYTES, KVCacheSpec, ModelIdentity, Rank
 from pdserve.protocol import Role
 
 TINY_SPEC = KVCacheSpec(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="bfloat16")
@@ -29,18 +30,35 @@ def build_context(
     spec: KVCacheSpec = TINY_SPEC,
     weights: str = "weights-1",
     engine_id: str = "engine-1",
+    parallel: tuple[int, int] = (1, 1),
 ) -> ConnectorContext:
-    """A context for a connector under test.
+    """A context for a connector under test; of several ranks, the first one's.
 
     Args:
         role: of the engine.
         options: the connector's own.
-        spec: shape of a block.
+        spec: shape of a block, over all ranks.
         weights: digest of the weights; engines with different ones are different models.
         engine_id: unique for each engine.
+        parallel: tensor-parallel and pipeline-parallel size; they divide the heads and the layers.
     """
-    identity = ModelIdentity(weights=weights, architecture="tiny", compute_dtype=spec.dtype, numerics="exact", kv=spec)
-    return ConnectorContext(engine_id, role, identity, spec, dict(options))
+    tensor_parallel_size, pipeline_parallel_size = parallel
+    identity = ModelIdentity(
+        weights=weights,
+        architecture="tiny",
+        compute_dtype=spec.dtype,
+        numerics="exact",
+        kv=spec,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+    )
+    share = msgspec.structs.replace(
+        spec,
+        num_kv_heads=spec.num_kv_heads // tensor_parallel_size,
+        num_layers=spec.num_layers // pipeline_parallel_size,
+    )
+    rank = Rank(0, tensor_parallel_size, 0, pipeline_parallel_size)
+    return ConnectorContext(engine_id, role, identity, share, dict(options), rank)
 
 
 class KVContent:

@@ -1,4 +1,4 @@
-"""The harness's KV memory: filled and compared by the harness itself, never through the connector.
+"""The harness's pool of blocks, over the memory of every rank.
 
 Blocks carry poison whenever they hold nothing, so that what a connector reads or writes at the wrong time shows::
 
@@ -7,54 +7,33 @@ Blocks carry poison whenever they hold nothing, so that what a connector reads o
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from pdserve.connectors.testing.kv_content import Bytes, KVContent
+from pdserve.connectors.testing.kv_content import Bytes
+from pdserve.connectors.testing.kv_share import KVShare
 from pdserve.connectors.testing.violations import RuleViolationError
-from pdserve.kv_layout import DTYPE_BYTES, KVCacheSpec
-from pdserve.protocol import Role
-
-
-class Poison(enum.IntEnum):
-    """What lies in blocks that hold no KV; two values each, so that an engine's own garbage is told from a peer's."""
-
-    UNCOMPUTED_PREFILL = 0xA5
-    UNCOMPUTED_DECODE = 0xB6
-    FREED_PREFILL = 0x5A
-    FREED_DECODE = 0x6B
-
-
-_UNCOMPUTED = {Role.PREFILL: Poison.UNCOMPUTED_PREFILL, Role.DECODE: Poison.UNCOMPUTED_DECODE}
-_FREED = {Role.PREFILL: Poison.FREED_PREFILL, Role.DECODE: Poison.FREED_DECODE}
 
 
 class BlockMemory:
-    """A pool of blocks.
+    """A pool of blocks. Whatever is done to a block is done to each rank's share of it.
 
     Args:
-        content: what the model would compute.
-        spec: shape of a block.
+        shares: the ranks' memory, in their order.
         num_blocks: size of the pool.
-        role: of the engine; decides its poison.
     """
 
-    def __init__(self, content: KVContent, spec: KVCacheSpec, num_blocks: int, role: Role) -> None:
+    def __init__(self, shares: Sequence[KVShare], num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._content = content
-        self._size = spec.block_size
-        self._num_rows = 2 * spec.num_kv_heads
-        self._role = role
-        dtype = getattr(torch, spec.dtype)
-        self.kv_cache = torch.zeros((num_blocks, *spec.block_shape), dtype=dtype)
-        shape = (num_blocks, -1, spec.block_size, spec.head_dim * DTYPE_BYTES[spec.dtype])
-        self._bytes: Bytes = self.kv_cache.view(torch.uint8).numpy().reshape(shape)
-        self._bytes[:] = _FREED[role]
+        self.shares = shares
         self._free = list(range(num_blocks))
         self._rule_of_last_owner = dict.fromkeys(range(num_blocks), "R9")
+
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        """The first rank's, ``[B, L, 2, K, S, H]``."""
+        return self.shares[0].kv_cache
 
     @property
     def num_used_blocks(self) -> int:
@@ -64,12 +43,14 @@ class BlockMemory:
     def allocate(self, num_blocks: int) -> list[int]:
         """Blocks for a request, with poison inside."""
         block_ids = [self._free.pop() for _ in range(num_blocks)]
-        self._bytes[block_ids] = _UNCOMPUTED[self._role]
+        for share in self.shares:
+            share.poison_uncomputed(block_ids)
         return block_ids
 
     def free(self, block_ids: Sequence[int], rule: str) -> None:
         """Take blocks back and poison them; who writes to them from now on breaks ``rule``."""
-        self._bytes[list(block_ids)] = _FREED[self._role]
+        for share in self.shares:
+            share.poison_freed(block_ids)
         self._free.extend(block_ids)
         self._rule_of_last_owner.update(dict.fromkeys(block_ids, rule))
 
@@ -79,63 +60,48 @@ class BlockMemory:
         Raises:
             RuleViolationError: somebody has; under the rule given when the block was freed.
         """
-        intact = (self._bytes[self._free] == _FREED[self._role]).all(axis=(1, 2, 3))
-        for block_id, is_intact in zip(self._free, intact, strict=True):
-            if not is_intact:
+        for share in self.shares:
+            block_id = share.find_touched(self._free)
+            if block_id is not None:
                 rule = self._rule_of_last_owner[block_id]
                 raise RuleViolationError(rule, f"block {block_id} was written to after it was free")
 
     def read_block(self, block_id: int) -> Bytes:
-        """A block's bytes, ``[L·2·K, S, H bytes]``."""
-        block: Bytes = self._bytes[block_id]
-        return block
+        """The first rank's bytes of a block, ``[L·2·K, S, H bytes]``."""
+        return self.shares[0].read_block(block_id)
 
     def fill(
         self, block_ids: Sequence[int], token_ids: Sequence[int], positions: range, salt: str, layer: int | None = None
     ) -> None:
-        """Compute the KV of ``positions``, of one layer or of all."""
-        rows = slice(None) if layer is None else slice(layer * self._num_rows, (layer + 1) * self._num_rows)
-        for position in positions:
-            block, slot = block_ids[position // self._size], position % self._size
-            self._bytes[block, rows, slot] = self._content.get_token(token_ids, position, salt)[rows]
+        """Compute the KV of ``positions``, of one layer of each rank or of all."""
+        for share in self.shares:
+            share.fill(block_ids, token_ids, positions, salt, layer)
 
     def find_wrong(self, block_ids: Sequence[int], token_ids: Sequence[int], positions: range, salt: str) -> int | None:
-        """The first of ``positions`` whose bytes are not what the model computes."""
-        for position in positions:
-            found = self._get_slot(block_ids, position)
-            if not (found == self._content.get_token(token_ids, position, salt)).all():
-                return position
-        return None
+        """The first of ``positions`` whose bytes are not what the model computes, in any rank."""
+        found = (share.find_wrong(block_ids, token_ids, positions, salt) for share in self.shares)
+        return min((position for position in found if position is not None), default=None)
 
     def find_written(self, block_ids: Sequence[int], positions: range) -> int | None:
-        """The first of ``positions`` that holds neither zeros nor the poison of this pool."""
-        for position in positions:
-            found = self._get_slot(block_ids, position)
-            if not np.isin(found, (0, _UNCOMPUTED[self._role])).all():
-                return position
-        return None
+        """The first of ``positions`` that holds neither zeros nor the poison of this pool, in any rank."""
+        found = (share.find_written(block_ids, positions) for share in self.shares)
+        return min((position for position in found if position is not None), default=None)
 
-    def explain_wrong(self, block_ids: Sequence[int], position: int, *, holds_blocks: bool) -> tuple[str | None, str]:
+    def explain_wrong(
+        self, block_ids: Sequence[int], token_ids: Sequence[int], position: int, salt: str, *, holds_blocks: bool
+    ) -> tuple[str | None, str]:
         """Where wrong bytes come from, and the rule that it breaks; None when only the test knows.
 
         Args:
             block_ids: of the request.
+            token_ids: its tokens.
             position: of the token.
+            salt: of the request.
             holds_blocks: the connector's producers hold blocks until they are fetched.
         """
-        rows = self._get_slot(block_ids, position)
-        for row in rows.reshape(-1, rows.shape[-1]):
-            value = int(row[0])
-            if not (row == value).all():
-                continue
-            if value == _UNCOMPUTED[self._role]:
-                return "R4", "it was never filled"
-            if value in (Poison.UNCOMPUTED_PREFILL, Poison.UNCOMPUTED_DECODE):
-                return "R7", "it was never computed"
-            if value in (Poison.FREED_PREFILL, Poison.FREED_DECODE):
-                return "R10" if holds_blocks else "R8", "it was read from a block that was free already"
-        return None, "it is not what the model computes"
-
-    def _get_slot(self, block_ids: Sequence[int], position: int) -> Bytes:
-        slot: Bytes = self._bytes[block_ids[position // self._size], :, position % self._size]
-        return slot
+        at = range(position, position + 1)
+        wrong = [share for share in self.shares if share.find_wrong(block_ids, token_ids, at, salt) is not None]
+        if len(wrong) < len(self.shares):
+            return "R12", f"{len(wrong)} of {len(self.shares)} ranks do not have their share of it"
+        found = (share.explain_wrong(block_ids, position, holds_blocks=holds_blocks) for share in wrong)
+        return next((why for why in found if why is not None), (None, "it is not what the model computes"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class RuleViolationError(AssertionError):
     """The connector broke a rule of the contract.
@@ -27,3 +29,16 @@ class NotDeclaredError(Exception):
 
 class NotOfferedError(Exception):
     """The target has no way to do what a check needs; the check is skipped with this reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """The rule that wrong bytes break when they could break several.
+
+    Attributes:
+        rule: its id.
+        covers_garbage: also when it shows where the bytes come from (memory not computed, or free already).
+    """
+
+    rule: str
+    covers_garbage: bool = False
