@@ -1,4 +1,4 @@
-"""Answers that follow a grammar, with the real model: valid wherever they end by themselves, and everywhere the same."""
+"""Answers that follow a grammar, with the real model: valid where they end by themselves, and everywhere the same."""
 
 from __future__ import annotations
 

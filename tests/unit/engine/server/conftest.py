@@ -23,6 +23,8 @@ from pdserve.protocol import (
     AddRequest,
     CacheEvents,
     FinishReason,
+    GrammarKind,
+    GrammarSpec,
     Hello,
     InstanceLimits,
     InstanceLoad,
@@ -63,6 +65,17 @@ class ScriptedEngine:
         self.cache_events: CacheEvents | None = None
         self.step_s = 0.001
         """What a step takes; 0 floods the router."""
+        self.may_compile = threading.Event()
+        self.may_compile.set()
+        self.compiling: list[str] = []
+
+    def compile_grammar(self, grammar: GrammarSpec) -> None:
+        self.compiling.append(grammar.text)
+        assert self.may_compile.wait(DEADLINE_S)
+        if grammar.text == "wrong":
+            raise RequestError("the grammar cannot be followed", param="grammar")
+        if grammar.text == "mistake":
+            raise ZeroDivisionError("a mistake in the engine")
 
     def add_request(self, request: AddRequest) -> None:
         assert request.request_id not in self.live
@@ -148,12 +161,13 @@ class RouterEnd:
         self.hello()
         return self.wait_for(Ready)
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int = 3) -> None:
+    def add(self, request_id: str, prompt: list[int], max_tokens: int = 3, grammar: str | None = None) -> None:
+        spec = None if grammar is None else GrammarSpec(GrammarKind.REGEX, grammar)
         self.send(
             AddRequest(
                 request_id=request_id,
                 prompt_token_ids=prompt,
-                sampling=SamplingParams(max_tokens=max_tokens),
+                sampling=SamplingParams(max_tokens=max_tokens, grammar=spec),
             )
         )
 
