@@ -487,12 +487,12 @@ def test_layers_are_wanted_only_in_steps_in_which_a_child_wants_them(make_engine
 @pytest.mark.parametrize(
     ("names", "features"),
     [
-        (["shared_storage"], {"is_store": True, "layerwise": True}),
-        (["shared_storage", "memory"], {"is_store": True, "layerwise": True}),
-        (["memory"], {"is_store": True}),
+        (["shared_storage"], {"is_store": True, "layerwise": True, "wakes_engine": True, "ranks": True}),
+        (["shared_storage", "memory"], {"is_store": True, "layerwise": True, "ranks": True}),
+        (["memory"], {"is_store": True, "ranks": True}),
         (["memory", "direct_double:DirectConnector"], {"cancels_sends": True, "hears_of_queue": True}),
         (["memory", "direct_double:LayerwiseConnector"], {"layerwise": True}),
-        (["memory", "null"], {"can_save": False, "can_load": False}),
+        (["memory", "null"], {"can_save": False, "can_load": False, "ranks": True}),
     ],
 )
 def test_features_are_the_intersection_and_what_is_passed_on(names: list[str], features: dict[str, bool]) -> None:
