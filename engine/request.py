@@ -155,6 +155,15 @@ class Request:
         self.num_cached_tokens = min(self.num_cached_tokens or 0, num_good_tokens)
         self.num_external_tokens = max(self.num_cached_tokens - num_local_tokens, 0)
 
+    def note_scheduled(self, num_tokens: int) -> None:
+        """The next step computes ``num_tokens`` tokens.
+
+        After a hand-off, the step that gives the first token here is noted when it begins: until then KV moved.
+        """
+        is_up_to_date = self.num_computed_tokens + num_tokens == len(self.token_ids)
+        if is_up_to_date and self.num_new_tokens == 0 and self.num_output_tokens:
+            self.add_event("first_decode_step")
+
     def note_chunk(self, num_computed_tokens: int, num_tokens: int) -> None:
         """A step computed ``num_tokens`` tokens behind ``num_computed_tokens``, some of them of the prompt."""
         self.add_event("prefill_chunk", num_tokens=num_tokens, num_computed_tokens=num_computed_tokens + num_tokens)
@@ -171,8 +180,8 @@ class Request:
         self.token_ids.append(token_id)
         if len(self.token_ids) % self._block_size == 0:
             self._extend_digests()
-        if self.num_new_tokens == 1:
-            self.add_event("first_token" if self.num_output_tokens == 1 else "first_decode_step")
+        if self.num_output_tokens == 1:
+            self.add_event("first_token")
 
     def spend_transfer_params(self) -> None:
         """A hand-off's parameters are good for one load: after a preemption the connector must not see them again."""

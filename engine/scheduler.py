@@ -351,6 +351,7 @@ class Scheduler:
         plan: list[ScheduledTokens] = []
         for request_id, num_tokens in scheduled.items():
             request = self._requests[request_id]
+            request.note_scheduled(num_tokens)
             block_ids = self._kv_cache.get_block_ids(request_id)
             new, item = self._runner_view.describe(request, block_ids, num_tokens)
             if new is not None:

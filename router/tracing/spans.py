@@ -7,8 +7,8 @@ request                       router      arrived … finished
     prefill                   the leg's   first scheduled … first token; each chunk an event
     kv_save                   prefill     first token … KV can be fetched
     kv_load                   decode      begun … all there, or failed
-    decode_wait               decode      KV there … first token after the hand-off
-    decode                    the leg's   first token … finished
+    decode_wait               decode      KV there … its first step begins
+    decode                    the leg's   first token, or that step's begin … finished
 """
 
 from __future__ import annotations

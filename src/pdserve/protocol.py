@@ -202,7 +202,7 @@ TIMELINE_EVENTS = (
     "kv_load_started",  # decode instance; detail num_tokens
     "kv_loaded",  # decode instance; detail num_tokens, num_bytes
     "kv_load_failed",  # decode instance; the tokens are recomputed
-    "first_decode_step",  # decode instance: first token after the hand-off sampled
+    "first_decode_step",  # decode instance: the step of its first token begins
     "preempted",  # instance
     "retried",  # router: went on elsewhere after an instance was lost
     "finished",  # router or instance

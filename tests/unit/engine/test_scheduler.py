@@ -6,6 +6,7 @@ import pytest
 from scripted import BLOCK_SIZE, EOS, SchedulerHarness
 
 from pdserve.connectors.base import ConnectorOutput, FinishDecision, MatchResult
+from pdserve.engine.scheduler_output import ModelRunnerOutput
 from pdserve.errors import OverloadedError
 from pdserve.protocol import FinishReason, KVTransferParams
 
@@ -120,6 +121,24 @@ def test_handed_over_request_computes_only_its_first_token_as_input() -> None:
     assert [e.name for e in outputs[0].events] == ["queued", "kv_load_started", "kv_loaded", "first_decode_step"]
     (last,) = h.step()
     assert last.finish_reason is FinishReason.LENGTH  # 77, 7, 7: max_tokens counts the first leg's token
+
+
+def test_the_first_decode_step_is_noted_when_it_begins_also_behind_a_prompt_that_is_computed_again() -> None:
+    h = SchedulerHarness(max_num_batched_tokens=8)
+    h.connector.matches["d"] = [MatchResult(9, is_async=True)]
+    requests = [h.add("d", range(10, 19), output=[77]), h.add("again", range(30, 39), output=[77])]
+    seen: dict[str, list[list[str]]] = {"d": [], "again": []}
+    for report in (ConnectorOutput(finished_receiving={"d"}), None, None):
+        step = h.scheduler.schedule()
+        for request in requests:
+            seen[request.request_id].append([event.name for event in request.take_events()])
+        result = ModelRunnerOutput(connector_output=report or ConnectorOutput())
+        result.sampled_token_ids = {
+            item.request_id: 7 for item in step.scheduled if item.num_computed_tokens + item.num_scheduled_tokens >= 10
+        }
+        h.scheduler.update_from_output(step, result)
+    assert seen["d"] == [["queued", "kv_load_started"], ["kv_loaded", "first_decode_step"], []]
+    assert seen["again"] == [["queued", "prefill_started"], ["prefill_chunk", "first_decode_step"], []]
 
 
 def test_others_run_while_a_load_is_under_way() -> None:
