@@ -80,6 +80,7 @@ def compose_features(children: Sequence[Child]) -> ConnectorFeatures:
         cancels_sends=any(features.cancels_sends for features in each),
         hears_of_queue=any(features.hears_of_queue for features in each),
         wakes_engine=all(features.wakes_engine for features in each),
+        ranks=all(features.ranks for features in each),
     )
 
 
