@@ -4,9 +4,11 @@ Direct: blocks are not copied anywhere on the way, and exist for one consumer, w
 machine: copies between processes over shared memory; several: TCP or what UCX finds better; GPUs: device memory.
 
     scheduler.py        which requests' blocks are offered, which references are redeemed
+      filled_blocks.py    which blocks of prompts under way are filled
     worker.py           the half beside the model runner; composes:
       transfer_thread.py  the loop on which all of the following lives
       producer.py         offers, and answers to consumers
+      checksums.py        checksums of what is offered, taken before anybody asks
       leases.py           who may read what, until when
       consumer.py         from a reference to verified blocks
       loads.py            one load under way
@@ -44,7 +46,7 @@ class NixlConnector:
     """Builds the two halves."""
 
     features: ClassVar[ConnectorFeatures] = ConnectorFeatures(
-        can_save=True, can_load=True, cancels_sends=True, hears_of_queue=True
+        can_save=True, can_load=True, cancels_sends=True, hears_of_queue=True, wakes_engine=True
     )
 
     @classmethod

@@ -76,6 +76,20 @@ class Offer(msgspec.Struct, frozen=True):
     block_ids: list[int]
 
 
+class FilledBlocks(msgspec.Struct, frozen=True):
+    """Blocks of a prompt whose rest is still being computed, and that will probably be offered with it.
+
+    Attributes:
+        request_id: whose.
+        first_block: index of the first one in the prompt; those before it were told of earlier.
+        block_ids: full ones, in order.
+    """
+
+    request_id: str
+    first_block: int
+    block_ids: list[int]
+
+
 class Load(msgspec.Struct, frozen=True):
     """Fill blocks of one request.
 
@@ -102,6 +116,8 @@ class StepMetadata(msgspec.Struct, frozen=True):
     """One step's message.
 
     Attributes:
+        filled: blocks that earlier steps have filled.
+        forgotten: requests whose filled blocks will not be offered after all.
         offers: blocks to hold and to hand out.
         loads: to begin.
         releases: transfers whose KV is not needed any more, and was not asked for.
@@ -110,6 +126,8 @@ class StepMetadata(msgspec.Struct, frozen=True):
         queued: transfers that will be asked for when their requests' turn comes.
     """
 
+    filled: list[FilledBlocks] = []
+    forgotten: list[str] = []
     offers: list[Offer] = []
     loads: list[Load] = []
     releases: list[TransferReference] = []
@@ -120,9 +138,7 @@ class StepMetadata(msgspec.Struct, frozen=True):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not any(
-            (self.offers, self.loads, self.releases, self.cancelled_loads, self.cancelled_offers, self.queued)
-        )
+        return not any(getattr(self, name) for name in self.__struct_fields__)
 
 
 def build_params(endpoint: Endpoint, offer: Offer, *, lease_s: float, num_bytes: int) -> KVTransferParams:

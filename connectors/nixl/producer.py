@@ -1,20 +1,19 @@
 """The producer's side: offers, leases, and answers to consumers.
 
-Lives on the transfer thread; sockets are somebody else's. Checksums are computed on a thread of their own from the
-moment of the offer, while the consumer is still on its way; it is told of them when it has opened the transfer.
+Lives on the transfer thread; sockets are somebody else's. Checksums are taken on a thread of their own, the last ones
+from the moment of the offer, while the consumer is on its way; it is told of them when it has opened the transfer.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 
 from pdserve.connectors.blocks.failures import WarningLimiter
-from pdserve.connectors.blocks.task_threads import TaskThreads
 from pdserve.connectors.nixl import wire
+from pdserve.connectors.nixl.checksums import PromptChecksums
 from pdserve.connectors.nixl.leases import Lease, LeaseError, LeasePendingError, LeaseTable
-from pdserve.connectors.nixl.messages import Offer
+from pdserve.connectors.nixl.messages import FilledBlocks, Offer
 from pdserve.connectors.nixl.pool_memory import PoolMemory
 from pdserve.connectors.nixl.report import TransferReport
 from pdserve.kv_layout import ModelIdentity
@@ -68,8 +67,9 @@ class Producer:
         self._reply = reply
         self._run_soon = run_soon
         self._clock = clock
-        self._checksum_threads = TaskThreads("kv-checksum", 1)
+        self._prompt_checksums = PromptChecksums(memory, report.count_save_time)
         self._checksums: dict[str, bytes] = {}
+        """Of each transfer, as soon as they are known."""
         self._unanswered: set[str] = set()
         """Transfers that were opened, and whose checksums are still to come."""
         self._attentive_until = float("-inf")
@@ -77,10 +77,20 @@ class Producer:
 
     # --- the engine's wishes --------------------------------------------------------------------------------
 
+    def fill(self, filled: FilledBlocks) -> None:
+        """These blocks will be offered when the rest of their prompt is computed."""
+        self._prompt_checksums.add(filled.request_id, filled.first_block, filled.block_ids)
+
+    def forget(self, request_id: str) -> None:
+        """They will not: the request was preempted, or has ended."""
+        self._prompt_checksums.forget(request_id)
+
     def offer(self, offer: Offer) -> None:
         """Hold a request's blocks until a consumer has them, or none came in time."""
-        lease = self._leases.add(offer)
-        self._checksum_threads.submit(functools.partial(self._compute_checksums, lease))
+        take = functools.partial(self._take_checksums, self._leases.add(offer))
+        self._prompt_checksums.finish(
+            offer.request_id, offer.block_ids, lambda checksums: self._run_soon(functools.partial(take, checksums))
+        )
         early, self._early = self._early, []
         for _, reader, message in early:
             self.receive(reader, message)
@@ -147,7 +157,7 @@ class Producer:
 
     def close(self, timeout_s: float) -> None:
         """Stop the checksum thread."""
-        self._checksum_threads.close(timeout_s)
+        self._prompt_checksums.close(timeout_s)
 
     # --- parts -----------------------------------------------------------------------------------------------
 
@@ -211,14 +221,8 @@ class Producer:
         self._report.count_failure(f"refused_{kind}")
         self._reply(reader, wire.Refused(transfer_id, kind, reason))
 
-    def _compute_checksums(self, lease: Lease) -> None:
-        """On the checksum thread. A lease that has ended meanwhile makes the result worthless, and it is dropped."""
-        began = time.perf_counter()
-        checksums = self._memory.get_checksums(lease.offer.block_ids).tobytes()
-        self._report.count_save_time(time.perf_counter() - began)
-        self._run_soon(functools.partial(self._take_checksums, lease, checksums))
-
     def _take_checksums(self, lease: Lease, checksums: bytes) -> None:
+        """A lease that has ended meanwhile makes them worthless, and they are dropped."""
         if self._leases.holds(lease):
             self._checksums[lease.offer.transfer_id] = checksums
             self._answer(lease)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdserve.connectors.base import ConnectorOutput
@@ -14,9 +14,13 @@ class TransferReport:
 
     A sending is reported when it has ended and the engine has announced that it wants to hear of it, whichever
     comes last; once.
+
+    Attributes:
+        wake: called after each end, on the thread that tells of it; it returns at once.
     """
 
     def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._output = ConnectorOutput()
         self._loading: set[str] = set()
@@ -33,6 +37,7 @@ class TransferReport:
         """The request's blocks are free; ``num_bytes`` of them were fetched."""
         with self._lock:
             self._sent[request_id] = (ok, num_bytes)
+        self.wake()
 
     def start_load(self, request_id: str) -> bool:
         """A load begins; False, and counted, when the request has one whose end was not told yet."""
@@ -65,6 +70,7 @@ class TransferReport:
                 output.finished_receiving.add(request_id)
             else:
                 output.failed_receiving[request_id] = num_good_tokens
+        self.wake()
 
     def count_saved(self, num_blocks: int, num_bytes: int) -> None:
         """A consumer fetched blocks."""

@@ -17,6 +17,7 @@ from pdserve.connectors.base import (
     MatchResult,
     StepPlan,
 )
+from pdserve.connectors.nixl.filled_blocks import FilledBlockWatch
 from pdserve.connectors.nixl.leases import build_transfer_id
 from pdserve.connectors.nixl.messages import (
     Endpoint,
@@ -46,6 +47,8 @@ class NixlScheduler:
         self._serials = itertools.count()
         self._redeemed: set[str] = set()
         self._loading: set[str] = set()
+        self._watch = FilledBlockWatch(context.spec.block_size)
+        self._forgotten: list[str] = []
         self._offers: list[Offer] = []
         self._loads: list[Load] = []
         self._releases: list[TransferReference] = []
@@ -102,8 +105,11 @@ class NixlScheduler:
         )
 
     def build_connector_metadata(self, plan: StepPlan) -> StepMetadata:
-        """What was noted since the last step."""
+        """What was noted since the last step, and what the last one has filled of prompts that go on."""
+        self._forgotten += [name for name in plan.preempted_request_ids if self._watch.forget(name)]
         metadata = StepMetadata(
+            [] if self._endpoint is None else list(self._watch.find_new(plan)),
+            self._forgotten,
             self._offers,
             self._loads,
             self._releases,
@@ -111,7 +117,7 @@ class NixlScheduler:
             self._cancelled_offers,
             list(self._queued.values()),
         )
-        self._offers, self._loads, self._releases = [], [], []
+        self._forgotten, self._offers, self._loads, self._releases = [], [], [], []
         self._cancelled_loads, self._cancelled_offers, self._queued = [], [], {}
         return metadata
 
@@ -135,9 +141,12 @@ class NixlScheduler:
             self._loading.discard(request_id)
             self._cancelled_loads.append(request_id)
         self._redeemed.discard(request_id)
+        has_filled = self._watch.forget(request_id)
         num_blocks = len(request.block_keys)
         is_whole = num_computed_tokens >= request.num_prompt_tokens and len(block_ids) >= num_blocks > 0
         if not handoff or not is_whole or self._endpoint is None:
+            if has_filled:
+                self._forgotten.append(request_id)
             return FinishDecision()
         offer = Offer(
             request_id=request_id,

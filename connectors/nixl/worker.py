@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -94,6 +94,10 @@ class NixlWorker:
         )
         self._thread.start(self._options.reader_nice if socket is None else 0)
 
+    def set_wake_up(self, wake: Callable[[], None]) -> None:
+        """Call ``wake``, on the transfer thread, when a load or a sending has ended."""
+        self._report.wake = wake
+
     def start_load_kv(self, metadata: StepMetadata) -> None:
         """Pass the step's wishes on.
 
@@ -156,6 +160,10 @@ class NixlWorker:
         """On the transfer thread. Loads before cancellations: a load may be cancelled in the step it begins in."""
         assert self._consumer is not None, "the thread runs only when there is one"
         if self._producer is not None:
+            for request_id in metadata.forgotten:
+                self._producer.forget(request_id)
+            for filled in metadata.filled:
+                self._producer.fill(filled)
             for offer in metadata.offers:
                 self._producer.offer(offer)
             for request_id in metadata.cancelled_offers:

@@ -283,6 +283,17 @@ def test_reports_come_once_and_only_when_due(desk: Desk) -> None:
     assert report.take(["r"]).stats.failures == {"unknown": 1}
 
 
+def test_the_engine_is_woken_by_each_end_when_it_can_be_heard_of() -> None:
+    report = TransferReport()
+    heard: list[object] = []
+    report.wake = lambda: heard.append(report.take([]).finished_receiving or len(report._sent))
+    report.start_load("l")
+    report.end_load("l", num_good_tokens=None, num_blocks=1, num_bytes=1, seconds=0.0)
+    report.start_sending("s")
+    report.end_sending("s", ok=True, num_bytes=5)
+    assert heard == [{"l"}, 1]
+
+
 def test_slots_behind_the_prompts_end_are_zeroed() -> None:
     kv_cache = torch.ones((2, *TINY_SPEC.block_shape), dtype=torch.bfloat16)
     memory = PoolMemory(kv_cache, TINY_SPEC)

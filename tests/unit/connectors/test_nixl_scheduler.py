@@ -15,10 +15,11 @@ from pdserve.connectors.base import (
     HearsOfQueue,
     KVRequest,
     MatchResult,
+    ScheduledTokens,
     StepPlan,
 )
 from pdserve.connectors.nixl import NixlConnector
-from pdserve.connectors.nixl.messages import Endpoint, StepMetadata, read_params
+from pdserve.connectors.nixl.messages import Endpoint, FilledBlocks, StepMetadata, read_params
 from pdserve.connectors.nixl.scheduler import NixlScheduler
 from pdserve.connectors.testing import build_context
 from pdserve.connectors.testing.kv_content import TINY_SPEC
@@ -241,3 +242,28 @@ def test_a_send_that_is_cancelled_goes_to_the_workers_once(producer: NixlSchedul
     metadata = producer.build_connector_metadata(IDLE)
     assert ([offer.request_id for offer in metadata.offers], metadata.cancelled_offers) == (["r"], ["r"])
     assert producer.build_connector_metadata(IDLE).is_empty
+
+
+def go_on(scheduler: NixlScheduler, num_computed_tokens: int, preempted: tuple[str, ...] = ()) -> StepMetadata:
+    """A step that computes the next tokens of the prompt."""
+    scheduled = ScheduledTokens(make_request(), [9, 8, 7, 6], num_computed_tokens, S)
+    return scheduler.build_connector_metadata(StepPlan(() if preempted else [scheduled], preempted))
+
+
+@pytest.mark.parametrize(("ending", "is_told"), [("offered", False), ("aborted", True), ("preempted", True)])
+def test_filled_blocks_of_a_prompt_are_told_of_and_so_is_that_nobody_will_want_them(
+    producer: NixlScheduler, ending: str, is_told: bool
+) -> None:
+    assert go_on(producer, 0).is_empty
+    assert go_on(producer, S).filled == [FilledBlocks("r", 0, [9])]
+    if ending == "preempted":
+        metadata = go_on(producer, 0, preempted=("r", "another"))
+    else:
+        producer.request_finished(make_request(), [9, 8, 7, 6], len(PROMPT), handoff=ending == "offered")
+        metadata = producer.build_connector_metadata(IDLE)
+    assert metadata.forgotten == (["r"] if is_told else [])
+    assert producer.build_connector_metadata(IDLE).is_empty
+
+
+def test_an_engine_that_offers_nothing_tells_of_no_filled_blocks(consumer: NixlScheduler) -> None:
+    assert [go_on(consumer, num_tokens).is_empty for num_tokens in (0, S, 2 * S)] == [True] * 3
