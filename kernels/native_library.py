@@ -151,6 +151,8 @@ _SIGNATURES = {
         c_int,
         (c_void_p, POINTER(NativeStep), POINTER(NativeKvLayer), POINTER(NativeHeads), c_void_p),
     ),
+    "pds_exchange_bytes": (c_int64, (c_int64,)),
+    "pds_gather": (c_int, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p)),
     "pds_workspace_elements": (c_int64, (POINTER(NativeDecoder), c_int64)),
     "pds_decode_layers": (
         c_int,
@@ -173,9 +175,10 @@ def require_done(status: int) -> None:
     """Raise unless ``status``, what a kernel returned, says that it is done.
 
     Raises:
-        MemoryError: it could not have its scratch memory.
+        MemoryError: it could not have its scratch memory, or a row is larger than what ranks exchange at once.
         IndexError: a block id or slot lies outside the KV memory, or a token id or position outside the model's tables;
             nothing was read or written.
+        TimeoutError: another rank did not come to an exchange in time.
     """
     if status == 1:
         raise MemoryError("a kernel could not have its scratch memory")
@@ -183,6 +186,8 @@ def require_done(status: int) -> None:
         raise IndexError("a block id or slot of this step lies outside the KV memory")
     if status == 3:
         raise IndexError("a token id or position of this step lies outside the model's tables")
+    if status == 4:
+        raise TimeoutError("another rank of this engine did not come to an exchange in time")
     assert status == 0
 
 

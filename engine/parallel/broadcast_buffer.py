@@ -1,8 +1,7 @@
 """Shared memory from the engine's process to its workers: one message at a time, written once, read by all.
 
-The memory has no name: it goes with the last process that has it open, however that one ends. Telling readers that
-there is something to read is the writer's business, and so is not to write before all have read: the engine's steps
-do not overlap.
+Telling readers that there is something to read is the writer's business, and so is not to write before all have read:
+the engine's steps do not overlap.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import mmap
 import os
 import struct
 
-from pdserve.errors import ConfigError, EngineError
+from pdserve.engine.parallel.shared_memory import create_shared_memory
+from pdserve.errors import EngineError
 
 _HEADER = struct.Struct("<QQ")
 """Sequence number and length of the message behind it."""
@@ -36,13 +36,9 @@ class BroadcastBuffer:
         """New memory.
 
         Raises:
-            ConfigError: this system has no memory without a name.
+            ConfigError: as `create_shared_memory`.
         """
-        if not hasattr(os, "memfd_create"):
-            raise ConfigError("several worker processes need Linux; set tensor and pipeline parallel sizes to 1")
-        fd = os.memfd_create("pdserve-steps")
-        os.ftruncate(fd, _FIRST_BYTES)
-        return cls(fd)
+        return cls(create_shared_memory("steps", _FIRST_BYTES))
 
     def write(self, message: bytes) -> int:
         """Put ``message`` in the place of the last one; its sequence number, from 1.

@@ -35,7 +35,8 @@ class WorkerStart(msgspec.Struct, frozen=True):
         config: the engine's settings.
         directory: the model's files.
         rank: the worker's.
-        rendezvous: the file by which the ranks find each other.
+        rendezvous: the file by which the stages find each other.
+        exchange_fd: the memory that the ranks of the worker's stage share; None where it is the only one.
         buffer_fd: the shared memory of steps.
         process_name: for its log.
         log_level: for its log.
@@ -45,6 +46,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     directory: str
     rank: Rank
     rendezvous: str
+    exchange_fd: int | None
     buffer_fd: int
     process_name: str
     log_level: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import msgspec
 
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.parallel.broadcast_buffer import BroadcastBuffer
+from pdserve.engine.parallel.host_group import create_exchanges
 from pdserve.engine.parallel.messages import Answer, Refused, WorkerStart
 from pdserve.errors import ConfigError, EngineError
 from pdserve.kv_layout import Rank
@@ -48,6 +50,7 @@ class WorkerPool:
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self._is_healthy = True
         self._buffer = BroadcastBuffer.create()
+        self._exchange_fds = create_exchanges(ranks[0])
         self._rendezvous = Path(tempfile.mkdtemp(prefix="pdserve-ranks-"))
         log_level = logging.getLevelName(logging.getLogger("pdserve").getEffectiveLevel())
         for rank in ranks:
@@ -55,12 +58,13 @@ class WorkerPool:
                 config=config,
                 directory=str(directory),
                 rank=rank,
-                rendezvous=str(self._rendezvous / "ranks"),
+                rendezvous=str(self._rendezvous / "stages"),
+                exchange_fd=self._exchange_fds[rank.pipeline_parallel_rank] if self._exchange_fds else None,
                 buffer_fd=self._buffer.fd,
                 process_name=f"{engine_name}/{rank.label}",
                 log_level=log_level,
             )
-            self._start(msgspec.msgpack.encode(start))
+            self._start(start)
 
     def send(self, frame: bytes) -> None:
         """The same frame to all workers.
@@ -115,16 +119,19 @@ class WorkerPool:
             connection.close()
         self._processes, self._connections = [], []
         self._buffer.close()
+        for fd in self._exchange_fds:
+            os.close(fd)
+        self._exchange_fds = []
         shutil.rmtree(self._rendezvous, ignore_errors=True)
 
-    def _start(self, start: bytes) -> None:
+    def _start(self, start: WorkerStart) -> None:
         connection, theirs = Pipe()
         with theirs:
-            fds = (theirs.fileno(), self._buffer.fd)
+            fds = [theirs.fileno(), start.buffer_fd, *([] if start.exchange_fd is None else [start.exchange_fd])]
             command = [sys.executable, "-m", "pdserve.engine.parallel.worker_process", str(fds[0])]
             self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds))
         self._connections.append(connection)
-        connection.send_bytes(start)
+        connection.send_bytes(msgspec.msgpack.encode(start))
 
     def _receive(self, connection: Connection) -> Answer:
         try:

@@ -19,6 +19,7 @@ import msgspec
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.models.shard import Shard
 from pdserve.engine.parallel.broadcast_buffer import BroadcastBuffer
+from pdserve.engine.parallel.host_group import HostGroup
 from pdserve.engine.parallel.messages import (
     Answer,
     Loaded,
@@ -28,7 +29,6 @@ from pdserve.engine.parallel.messages import (
     WorkerStart,
     build_step_codec,
 )
-from pdserve.engine.parallel.process_group import GlooGroup
 from pdserve.engine.sampling.grammar_masks import GrammarCompiler
 from pdserve.engine.worker import Worker, WorkerPlan
 from pdserve.errors import ConfigError
@@ -64,7 +64,7 @@ def main() -> int:
 
 def _build_runner(start: WorkerStart, connection: Connection) -> tuple[ModelRunner, bool]:
     """The rank's runner, and whether its tokens are those that count."""
-    group = GlooGroup(start.rank, Path(start.rendezvous))
+    group = HostGroup(start.rank, start.exchange_fd, Path(start.rendezvous))
     worker = Worker(start.config, Path(start.directory), group)
     _answer(connection, Loaded(worker.numerics))
     plan = msgspec.msgpack.decode(connection.recv_bytes(), type=WorkerPlan)

@@ -1,6 +1,7 @@
 // The library's functions. Compiled once for each instruction set, with -DPDS_LEVEL=n and its -m flags.
 #include "attention.h"
 #include "decoder.h"
+#include "exchange.h"
 #include "linear.h"
 #include "rows.h"
 #include "vocabulary.h"
@@ -23,7 +24,7 @@ bool find_slots(const Step& step, const KvLayer& kv, int64_t* slots) {
   return true;
 }
 
-enum Status : int { kDone = 0, kNoMemory = 1, kOutsidePool = 2, kOutsideTables = 3 };
+enum Status : int { kDone = 0, kNoMemory = 1, kOutsidePool = 2, kOutsideTables = 3, kNobodyCame = 4 };
 
 }  // namespace
 
@@ -104,6 +105,16 @@ PDS_API int pds_decode_layers(const Decoder* decoder, const Step* step, const Kv
     if (!pass.run(stage)) return kNoMemory;
   }
   return kDone;
+}
+
+PDS_API int64_t pds_exchange_bytes(int64_t ranks) { return Exchange::num_bytes(ranks); }
+
+PDS_API int pds_gather(void* memory, int64_t rank, int64_t ranks, int64_t timeout_ms, const void* columns, int64_t rows,
+                       int64_t row_bytes, void* out) {
+  if (row_bytes > kSlotBytes) return kNoMemory;
+  Exchange exchange(memory, rank, ranks, timeout_ms);
+  const bool done = exchange.gather(static_cast<const char*>(columns), rows, row_bytes, static_cast<char*>(out));
+  return done ? kDone : kNobodyCame;
 }
 
 }  // extern "C"
