@@ -183,8 +183,11 @@ class EngineCore:
         return self._scheduler.has_work and not self._is_waiting_to_announce
 
     def has_transfers(self) -> bool:
-        """Whether KV moves or is held: ``step`` must be called every few milliseconds even when idle."""
-        return self._scheduler.has_transfers
+        """Whether ``step`` must be called every few milliseconds even when idle.
+
+        Because KV moves or is held, or to hear that a worker is lost.
+        """
+        return self._scheduler.has_transfers or self._executor.is_lost
 
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, update; outputs of all requests that got something."""

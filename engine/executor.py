@@ -20,6 +20,11 @@ from pdserve.kv_layout import Rank
 class Executor(Protocol):
     """Runs steps on one or more workers."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a worker has ended by itself, so that the next step will raise."""
+        ...
+
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step, also one without tokens (KV transfers go on)."""
         ...
@@ -93,6 +98,8 @@ class UniProcWorkers:
 
 class UniProcExecutor:
     """Runs steps in the engine's own process and thread."""
+
+    is_lost = False
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

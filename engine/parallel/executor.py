@@ -38,6 +38,11 @@ class MultiProcExecutor:
         self._aggregator = OutputAggregator(len(ranks))
         self._sampled_token_ids: dict[str, int] = {}
 
+    @property
+    def is_lost(self) -> bool:
+        """See `Executor.is_lost`."""
+        return self._pool.is_lost
+
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step on all ranks.
 
@@ -91,9 +96,14 @@ class RankWorkers:
     def start(
         self, plan: WorkerPlan, grammars: GrammarCompiler, wake_up: Callable[[], None] | None = None
     ) -> MultiProcExecutor:
-        """See `Workers.start`. Halves in other processes wake nobody: the engine asks them from time to time."""
+        """See `Workers.start`.
+
+        Connector halves in other processes wake nobody, the engine asks them from time to time. The loss of a worker
+        wakes it.
+        """
         self._pool.send(msgspec.msgpack.encode(plan))
         self._pool.collect(Started)
+        self._pool.watch(wake_up)
         samples = [Shard(self.model_config, rank).samples for rank in self.rank.all_ranks]
         return MultiProcExecutor(self._pool, self._codec, self.rank.all_ranks, samples.index(True))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,7 +33,7 @@ _END_S = 10.0
 
 
 class WorkerPool:
-    """One process for each rank. Used by one thread.
+    """One process for each rank. Used by one thread; another one watches the processes.
 
     Args:
         config: the engine's settings.
@@ -41,6 +43,9 @@ class WorkerPool:
 
     Raises:
         ConfigError: this system cannot run them.
+
+    Attributes:
+        is_lost: a process has ended that was not told to; known only while they are watched.
     """
 
     def __init__(self, config: EngineConfig, directory: Path, ranks: Sequence[Rank], engine_name: str) -> None:
@@ -48,6 +53,7 @@ class WorkerPool:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+        self.is_lost = False
         self._is_healthy = True
         self._buffer = BroadcastBuffer.create()
         self._exchange_fds = create_exchanges(ranks[0])
@@ -106,18 +112,33 @@ class WorkerPool:
                 answers[pending.pop(ready)] = answer
         return [answers[index] for index in range(len(self._ranks))]
 
+    def watch(self, on_loss: Callable[[], None] | None) -> None:
+        """Notice from now on, also between steps, when a process ends; ``on_loss`` is called on another thread."""
+        poll = select.poll()
+        for connection in self._connections:
+            poll.register(connection.fileno(), select.POLLRDHUP)
+
+        def notice() -> None:
+            poll.poll()
+            self.is_lost = True
+            if on_loss is not None and self._processes:
+                on_loss()
+
+        threading.Thread(target=notice, name="worker-watch", daemon=True).start()
+
     def close(self) -> None:
         """End all workers: at their leisure, or at once when one has failed; idempotent."""
+        processes, self._processes = self._processes, []
         for connection in self._connections if self._is_healthy else ():
             try:
                 connection.send_bytes(b"")
             except OSError:
                 self._is_healthy = False
-        for process in self._processes:
+        for process in processes:
             self._end(process)
         for connection in self._connections:
             connection.close()
-        self._processes, self._connections = [], []
+        self._connections = []
         self._buffer.close()
         for fd in self._exchange_fds:
             os.close(fd)

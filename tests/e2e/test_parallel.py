@@ -112,6 +112,14 @@ def test_workers_end_with_their_engine_and_an_engine_with_its_workers(model: Pat
         assert instance.process is not None
         workers = find_workers(instance.process.pid)
         assert len(workers) == 2
+        os.kill(workers[0], signal.SIGKILL)
+        assert instance.process.wait(30) == 1
+        assert not any(is_running(worker) for worker in workers)
+        assert "tp0of1-pp0of2 (killed by signal 9)" in instance.log.read_text()
+        instance.start()
+        instance.wait_ready()
+        workers = find_workers(instance.process.pid)
+        assert len(workers) == 2
         instance.kill()
         wait_until(lambda: not any(is_running(worker) for worker in workers), "the end of the workers")
     finally:

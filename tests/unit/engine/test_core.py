@@ -23,6 +23,7 @@ class ScriptedExecutor:
     now_s: float = 0.0
     steps: list[SchedulerOutput] = field(default_factory=list)
     report: ConnectorOutput = field(default_factory=ConnectorOutput)
+    is_lost: bool = False
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self.steps.append(step)
