@@ -7,6 +7,8 @@ from typing import Any
 from target import CHAT, COMPLETIONS
 
 TEXT = "The old house stood on a hill above the river. Every evening its owner lit one lamp in the kitchen, and " * 2
+SCHEMA = {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 2}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "additionalProperties": False}}}
 EOS = 2
 """Of our own model; elsewhere one token among others."""
 
@@ -36,6 +38,8 @@ COMPLETION_GRID: dict[str, dict[str, Any]] = {
     "lists of token ids": {"prompt": [[504, 253, 1116], [327, 260, 2101, 30]], "echo": True},
     "one token prompt": {"prompt": [504], "seed": 6},
     "whole blocks": {"prompt": list(range(1000, 1032)), "seed": 6},
+    "json": {"response_format": {"type": "json_object"}, "max_tokens": 10, "logprobs": 1},
+    "regex": {"structured_outputs": {"regex": "[a-f]{2,9}"}, "max_tokens": 10, "n": 2, "min_tokens": 3},
 }
 CHAT_GRID: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -44,6 +48,8 @@ CHAT_GRID: dict[str, dict[str, Any]] = {
     "choices": {"n": 2, "seed": 9, "logprobs": True},
     "first token ends it": {"logit_bias": {str(EOS): 100}, "logprobs": True, "top_logprobs": 1},
     "stop string": {"stop": [" ", "!"], "max_tokens": 12, "seed": 1},
+    "json schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    "call": {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60, "temperature": 0},
     "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}]}], "seed": 1},
     "going on": {
         "messages": [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "1, 2, 3,"}],

@@ -92,13 +92,19 @@ class Target:
             pytest.skip(f"not offered: {error}")
 
     def read(self, response: httpx.Response) -> dict[str, Any]:
-        """An answer's object, joined if it was streamed; skips where another service refused the request."""
+        """An answer's object, joined if it was streamed, without what differs from one to the next.
+
+        Skips where another service refused the request.
+        """
         if self.deployment is None and response.status_code in NOT_OFFERED:
             pytest.skip(f"not offered: {response.status_code} {response.text[:300]}")
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = join_stream(response.text) if is_stream(response) else response.json()
         assert answer.pop("id")
         assert answer.pop("created")
+        for choice in answer["choices"] if isinstance(answer["choices"], list) else ():
+            for call in choice.get("message", {}).get("tool_calls") or ():
+                assert call.pop("id")
         return answer
 
     def wait_idle(self) -> None:
