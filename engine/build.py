@@ -38,6 +38,7 @@ def build_engine(
     """See `EngineCore.build`."""
     tell = on_progress or logger.info
     started_s = time.monotonic()
+    _check_block_size(config.cache.block_size)
     source = resolve_model(config.model.model)
     tell(f"loading {source.name} in {_describe_precision(config.model)}")
     directory = prepare_weights(source, config.model.dtype)
@@ -93,20 +94,23 @@ def _load_workers(config: EngineConfig, directory: Path, engine_id: str) -> Work
     return RankWorkers(config, directory, engine_id.partition("@")[0])
 
 
+def _check_block_size(block_size: int) -> None:
+    """Before weights are loaded: what is checked with them are kernels that take such blocks only."""
+    if block_size < 1 or block_size & (block_size - 1):
+        raise ConfigError(f"block_size is {block_size}; it must be a power of two")
+
+
 def _describe_precision(settings: ModelSettings) -> str:
     quantised = "" if settings.quantization == "none" else f" with {settings.quantization} weights"
     return f"{settings.dtype}{quantised}"
 
 
 def _build_spec(config: EngineConfig, model_config: ModelConfig) -> KVCacheSpec:
-    block_size = config.cache.block_size
-    if block_size < 1 or block_size & (block_size - 1):
-        raise ConfigError(f"block_size is {block_size}; it must be a power of two")
     return KVCacheSpec(
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
-        block_size=block_size,
+        block_size=config.cache.block_size,
         dtype=config.model.dtype if config.cache.kv_dtype == "auto" else config.cache.kv_dtype,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from pdserve.errors import ConfigError
@@ -59,6 +60,9 @@ class AnswerSettings:
         "none", help=f"how the model marks its reasoning: {', '.join(REASONING_TAGS)}, or none", metavar="NAME"
     )
 
+
+_ADDRESS = re.compile(r"(tcp://)?(?P<host>\w[\w.-]*|\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]):(?P<port>[0-9]{1,5})", re.ASCII)
+"""A name, an IPv4 address, or an IPv6 address in brackets, and a port: what ZMQ connects to without an error."""
 
 _POLICY_HELP = f"how a {{}} instance is chosen: {', '.join(policy_names())}, or module:Class"
 
@@ -216,7 +220,7 @@ def endpoint_of(address: str) -> str:
     Raises:
         ConfigError: the address is neither.
     """
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+    parts = _ADDRESS.fullmatch(address)
+    if parts is None or not 0 < int(parts["port"]) < 65536:
         raise ConfigError(f"instance address {address!r} is not of the form HOST:PORT")
-    return f"tcp://{host}:{port}"
+    return f"tcp://{parts['host']}:{parts['port']}"

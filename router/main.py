@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import errno
 import gc
-import json
 import logging
 import os
 import signal
@@ -29,6 +28,7 @@ from pdserve.checkpoint import prepare_tokenizer, resolve_model
 from pdserve.errors import ConfigError
 from pdserve.log import configure_logging
 from pdserve.peers.addresses import is_loopback
+from pdserve.ready_file import write_ready_file
 from pdserve.router.admission import Admission
 from pdserve.router.api.app import build_app
 from pdserve.router.api.service import RouterService
@@ -238,7 +238,11 @@ class _Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to serve, then say where."""
+        """Start to serve, then say where.
+
+        Raises:
+            ConfigError: that cannot be said.
+        """
         await super().startup(sockets=sockets)
         # What was loaded stays for good: looking through it for garbage would stop all streams for a twentieth of a
         # second each time.
@@ -251,7 +255,11 @@ class _Server(uvicorn.Server):
         self._draining = asyncio.create_task(self._stop_once_drained())
         if self._settings.ready_file is not None:
             note = {"http": url, "host": host, "port": port, "pid": os.getpid()}
-            _write_ready_note(Path(self._settings.ready_file), note)
+            try:
+                write_ready_file(Path(self._settings.ready_file), note)
+            except ConfigError:
+                await self.shutdown(sockets)
+                raise
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop to serve."""
@@ -280,12 +288,6 @@ class _Server(uvicorn.Server):
         logger.info("%s: stopping", number.name)
         self.force_exit = self.should_exit
         self.should_exit = True
-
-
-def _write_ready_note(path: Path, note: dict[str, object]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(note), encoding="utf-8")
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
-import os
 import socket
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import zmq
 
@@ -112,19 +109,6 @@ class ReadyNote:
     pid: int
     address: str
     http: str
-
-    def write(self, path: Path) -> None:
-        """Write the note as JSON; a reader sees all of it or nothing.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
-            temporary.replace(path)
-        except OSError as error:
-            raise ConfigError(f"--ready-file {path}: {error.strerror}") from None
 
 
 def _explain(code: int | None, text: str, host: str, port: int, flag: str) -> ConfigError:

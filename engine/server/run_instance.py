@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ from pdserve.engine.server.watchdog import BlockWatchdog
 from pdserve.errors import ConfigError
 from pdserve.log import configure_logging
 from pdserve.protocol import Ready, Role
+from pdserve.ready_file import write_ready_file
 from pdserve.settings import describe_settings, load_settings
 
 if TYPE_CHECKING:
@@ -147,7 +149,7 @@ class _Instance:
                 time.monotonic() - self._started_s, note.address, note.http,
             )  # fmt: skip
             if self._config.instance.ready_file is not None:
-                note.write(Path(self._config.instance.ready_file))
+                write_ready_file(Path(self._config.instance.ready_file), asdict(note))
             with self._announced(note, port):
                 return self._server.run()
         finally:

@@ -92,6 +92,8 @@ def test_mistakes_are_named_and_nothing_is_generated(llm: LLM, tmp_path: Path) -
         llm.generate("x", [GREEDY, GREEDY], use_tqdm=False)
     with pytest.raises(ConfigError, match="modle"):
         LLM(modle="x")
+    with pytest.raises(ConfigError, match="block_size is 7; it must be a power of two"):
+        LLM("smollm2-135m-instruct", block_size=7)
     with pytest.raises(ConfigError, match="/nowhere"):
         LLM("/nowhere")
     corrupt = tmp_path / "broken.gguf"

@@ -299,6 +299,15 @@ def test_port_in_use_is_one_line(service: Service) -> None:
     assert line == f"error: port {service.port} on 127.0.0.1 is in use; choose another with --port"
 
 
+def test_a_ready_file_that_cannot_be_written_is_one_line(service: Service, tmp_path: Path) -> None:
+    service.start("--decode", "127.0.0.1:1", "--ready-file", str(tmp_path / "none" / "ready.json"))
+    assert service.router is not None
+    assert service.router.wait(30) == 2
+    log = service.log.read_text()
+    assert log.splitlines()[-1].endswith("ready.json: No such file or directory")
+    assert "Traceback" not in log
+
+
 def test_stopping_the_router_ends_its_streams_and_says_goodbye(service: Service) -> None:
     decode = service.add("decode", "--step-ms", "20")
     service.start("--shutdown-timeout-s", "1").wait_for(0, 1)

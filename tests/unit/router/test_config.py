@@ -39,7 +39,27 @@ def test_settings_that_cannot_work_are_refused(argv: list[str], message: str) ->
         load(*argv)
 
 
-@pytest.mark.parametrize("address", ["", "a", ":1", "a:", "a:0", "a:65536", "a:b", "ipc://x", "http://a:1", "a/b:1"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "a",
+        ":1",
+        "a:",
+        "a:0",
+        "a:65536",
+        "a:b",
+        "ipc://x",
+        "http://a:1",
+        "a/b:1",
+        "a b:1",
+        "-a:1",
+        ".:1",
+        "::1:1",
+        "a:１",
+        "a:1\n",
+    ],
+)
 def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(ConfigError):
         endpoint_of(address)
