@@ -89,6 +89,7 @@ class RankWorkers:
         self._pool = WorkerPool(config, directory, self.rank.all_ranks, engine_name)
         try:
             self.numerics = self._pool.collect(Loaded)[0].numerics
+            self._pool.end_rendezvous()
         except BaseException:
             self.close()
             raise

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=Answer)
 _END_S = 10.0
 """How long workers may take to close their connectors."""
+_STATUS_S = 1.0
+"""How long after its connection broke a worker's exit status may come."""
 
 
 class WorkerPool:
@@ -54,7 +57,7 @@ class WorkerPool:
         self._connections: list[Connection] = []
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self.is_lost = False
-        self._is_healthy = True
+        self._ends_in_order = False
         self._buffer = BroadcastBuffer.create()
         self._exchange_fds = create_exchanges(ranks[0])
         self._rendezvous = Path(tempfile.mkdtemp(prefix="pdserve-ranks-"))
@@ -106,14 +109,19 @@ class WorkerPool:
                 assert isinstance(ready, Connection)
                 answer = self._receive(ready)
                 if isinstance(answer, Refused):
-                    self._is_healthy = False
+                    self._ends_in_order = False
                     raise ConfigError(answer.message)
                 assert isinstance(answer, kind)
                 answers[pending.pop(ready)] = answer
         return [answers[index] for index in range(len(self._ranks))]
 
     def watch(self, on_loss: Callable[[], None] | None) -> None:
-        """Notice from now on, also between steps, when a process ends; ``on_loss`` is called on another thread."""
+        """Steps begin: notice from now on, also between them, when a process ends.
+
+        Args:
+            on_loss: called then, on another thread.
+        """
+        self._ends_in_order = True
         poll = select.poll()
         for connection in self._connections:
             poll.register(connection.fileno(), select.POLLRDHUP)
@@ -127,13 +135,13 @@ class WorkerPool:
         threading.Thread(target=notice, name="worker-watch", daemon=True).start()
 
     def close(self) -> None:
-        """End all workers: at their leisure, or at once when one has failed; idempotent."""
+        """End all workers, at once unless they serve steps and none has failed; idempotent."""
         processes, self._processes = self._processes, []
-        for connection in self._connections if self._is_healthy else ():
+        for connection in self._connections if self._ends_in_order else ():
             try:
                 connection.send_bytes(b"")
             except OSError:
-                self._is_healthy = False
+                self._ends_in_order = False
         for process in processes:
             self._end(process)
         for connection in self._connections:
@@ -143,6 +151,10 @@ class WorkerPool:
         for fd in self._exchange_fds:
             os.close(fd)
         self._exchange_fds = []
+        self.end_rendezvous()
+
+    def end_rendezvous(self) -> None:
+        """The stages have found each other: what helped them goes, before anything can leave it behind."""
         shutil.rmtree(self._rendezvous, ignore_errors=True)
 
     def _start(self, start: WorkerStart) -> None:
@@ -162,9 +174,10 @@ class WorkerPool:
 
     def _build_loss(self) -> EngineError:
         """Which workers have ended, in words; the others are not waited for any more."""
-        self._is_healthy = False
-        for process in self._processes:
-            _wait(process, 1.0)
+        self._ends_in_order = False
+        deadline_s = time.monotonic() + _STATUS_S
+        while all(process.poll() is None for process in self._processes) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
         ended = [
             f"{rank.label} ({_describe_status(process.returncode)})"
             for rank, process in zip(self._ranks, self._processes, strict=True)
@@ -173,7 +186,7 @@ class WorkerPool:
         return EngineError(f"worker processes of this engine have ended: {', '.join(ended) or 'not known which'}")
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        if self._is_healthy and not _wait(process, _END_S):
+        if self._ends_in_order and not _wait(process, _END_S):
             logger.warning("worker process %d does not end; it is killed", process.pid)
         process.kill()
         process.wait()
