@@ -21,7 +21,7 @@ from pdserve.connectors.testing.kv_content import TINY_SPEC, build_context
 from pdserve.connectors.testing.patience import Patience
 from pdserve.connectors.testing.target import ConformanceTarget, StoredBlocks
 from pdserve.connectors.testing.violations import Blame, NotOfferedError, RuleViolationError
-from pdserve.kv_layout import BlockHasher, BlockKey, KVCacheSpec
+from pdserve.kv_layout import BlockHasher, BlockKey, KVCacheSpec, Rank
 from pdserve.protocol import KVTransferParams, Role
 
 _PAUSE_S = 0.0003
@@ -150,9 +150,7 @@ class Bench:
         Raises:
             NotOfferedError: the target does not let checks at it.
         """
-        if self.target.blocks is None:
-            raise NotOfferedError("the target does not let checks at its stored blocks")
-        return self.target.blocks
+        return self.target.get_share(Rank())
 
     @property
     def is_direct(self) -> bool:
@@ -182,7 +180,7 @@ class Bench:
             if not is_whole:
                 return None
             keys = self.build_keys(producer, token_ids, salt=salt, adapter=adapter)
-            self._require_stored(keys, name, rule_of_loss="R6" if chunk else "R10")
+            self._require_stored(producer, keys, name, rule_of_loss="R6" if chunk else "R10")
         return decision.kv_transfer_params
 
     def cancel_send(self, producer: EngineHarness, request_id: str) -> None:
@@ -302,16 +300,20 @@ class Bench:
         for _ in range(num_steps):
             self.step_all()
 
-    def _require_stored(self, keys: Sequence[BlockKey], name: str, *, rule_of_loss: str) -> None:
+    def _require_stored(
+        self, producer: EngineHarness, keys: Sequence[BlockKey], name: str, *, rule_of_loss: str
+    ) -> None:
         """What is reported sent is there, where the target lets us look: at once, not a little later."""
-        blocks = self.target.blocks
-        if not self.target.features.is_store or blocks is None:
-            return
-        missing = [index for index, key in enumerate(keys) if blocks.read(key) is None]
-        if missing:
-            self.pass_steps()
-            rule = rule_of_loss if blocks.read(keys[missing[0]]) is None else "R10"
-            raise RuleViolationError(rule, f"{name} was reported sent, but its block {missing[0]} is not stored")
+        for rank in producer.context.rank.all_ranks if self.target.features.is_store else ():
+            try:
+                blocks = self.target.get_share(rank)
+            except NotOfferedError:
+                return
+            missing = [index for index, key in enumerate(keys) if blocks.read(key) is None]
+            if missing:
+                self.pass_steps()
+                rule = rule_of_loss if blocks.read(keys[missing[0]]) is None else "R10"
+                raise RuleViolationError(rule, f"{name} was reported sent, but its block {missing[0]} is not stored")
 
     def settle(self) -> None:
         """End every request; all loads, and all sends that nobody has to fetch, must come to their end.

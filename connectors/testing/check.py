@@ -35,6 +35,7 @@ class Need(enum.Enum):
     CANCEL = "give up blocks that it holds, when nobody will come for them"
     HEARS_OF_QUEUE = "hear of requests that wait for their turn"
     WAKES = "wake the engine"
+    RANKS = "serve engines of several ranks"
     COMPOSE = "compose other connectors"
 
     def is_met(self, features: ConnectorFeatures, *, composes: bool) -> bool:
@@ -56,6 +57,8 @@ class Need(enum.Enum):
                 return features.hears_of_queue
             case Need.WAKES:
                 return features.wakes_engine
+            case Need.RANKS:
+                return features.ranks
             case Need.COMPOSE:
                 return composes
 

@@ -20,7 +20,7 @@ from pdserve.connectors.registry import load_connector
 from pdserve.connectors.testing.faults.link import Damage
 from pdserve.connectors.testing.violations import NotOfferedError
 from pdserve.errors import ConfigError
-from pdserve.kv_layout import BlockKey
+from pdserve.kv_layout import BlockKey, Rank
 from pdserve.protocol import Role
 
 _TARGETS = "pdserve.connectors.testing.targets"
@@ -94,6 +94,18 @@ class ConformanceTarget:
         if self.lease_option is None:
             raise NotOfferedError("the target names no option for the length of a lease")
         return {**options, self.lease_option: lease_s}
+
+    def get_share(self, rank: Rank) -> StoredBlocks:
+        """The store as far as it holds one rank's shares of blocks.
+
+        Raises:
+            NotOfferedError: checks cannot get at it.
+        """
+        if rank.size > 1:
+            raise NotOfferedError("the target does not let checks at one rank's shares of the stored blocks")
+        if self.blocks is None:
+            raise NotOfferedError("the target does not let checks at its stored blocks")
+        return self.blocks
 
     def is_saved(self, key: BlockKey) -> bool:
         """Whether a block that is being saved has come to rest, in every place that it goes to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -49,6 +50,21 @@ def every_pair_is_exact_or_refused(bench: Bench) -> None:
         for here, consumer in enumerate(consumers):
             if producer is not None and consumer is not None:
                 _exchange(bench, producer, consumer, family=len(specs) * there + here)
+        if producer is not None:
+            bench.stop(producer)
+
+
+@check("R13", needs=(*TRANSFER, Need.RANKS))
+def every_pair_of_parallel_sizes_is_exact_or_refused(bench: Bench) -> None:
+    """Ranks that share the heads by 1, 2 or 3, or the layers by 2: equal sizes exchange KV, all others refuse."""
+    spec = msgspec.structs.replace(bench.spec, num_kv_heads=6)
+    sizes = ((1, 1), (2, 1), (3, 1), (1, 2))
+    consumers = [_build_unless_refused(bench, Role.DECODE, spec, parallel) for parallel in sizes]
+    for there, parallel in enumerate(sizes):
+        producer = _build_unless_refused(bench, Role.PREFILL, spec, parallel)
+        for here, consumer in enumerate(consumers):
+            if producer is not None and consumer is not None:
+                _exchange(bench, producer, consumer, family=len(sizes) * there + here)
         if producer is not None:
             bench.stop(producer)
 
@@ -171,31 +187,37 @@ def _offer(bench: Bench, engine: EngineHarness, family: int, offers: list[tuple[
         offers.append((prompt, params))
 
 
-def _build_unless_refused(bench: Bench, role: Role, spec: KVCacheSpec) -> EngineHarness | None:
+def _build_unless_refused(
+    bench: Bench, role: Role, spec: KVCacheSpec, parallel: tuple[int, int] = (1, 1)
+) -> EngineHarness | None:
     """None, and a reason, when the connector will have nothing to do with the shape."""
     try:
-        return bench.build_engine(role, f"{role.value}-{spec}", spec=spec)
+        return bench.build_engine(role, f"{role.value}-{spec}-{parallel}", spec=spec, parallel=parallel)
     except ConfigError as refusal:
-        bench.require(bool(refusal.message), f"refused at start without a reason: {spec}")
+        bench.require(bool(refusal.message), f"refused at start without a reason: {spec}, {parallel}")
         return None
 
 
 def _exchange(bench: Bench, producer: EngineHarness, consumer: EngineHarness, family: int) -> None:
     """One cell of the matrix, with a prompt of its own."""
-    there, here = producer.context.spec, consumer.context.spec
+    there, here = producer.context, consumer.context
+    difference = here.identity.explain_difference(there.identity)
     prompt = bench.make_prompt(19, family)
     params = bench.hand_over(producer, prompt)
-    if there == here:
-        found = bench.fetch(consumer, prompt, params)
-        bench.require(found == len(prompt), f"{found} of {len(prompt)} tokens went between two of {here}", "R2")
+    if not difference:
+        rule = "R2" if here.rank.size == 1 else "R12"
+        with contextlib.nullcontext() if here.rank.size == 1 else bench.blaming(rule):
+            found = bench.fetch(consumer, prompt, params)
+        bench.require(found == len(prompt), f"{found} of {len(prompt)} tokens went between two of {here.spec}", rule)
         return
-    rule = "R14" if there.num_kv_heads == here.num_kv_heads else "R13"
+    is_same_share = there.spec.num_kv_heads == here.spec.num_kv_heads and there.rank == here.rank
+    rule = "R14" if is_same_share else "R13"
     before = copy_stats(consumer.stats)
     consumer.received.clear()
     with bench.blaming(rule, covers_garbage=True):
         found = bench.fetch(consumer, prompt, params)
-    bench.require(found == 0, f"{found} tokens went from {there} to {here}", rule)
-    _require_reason(bench, consumer, before, f"from {there} to {here}")
+    bench.require(found == 0, f"{found} tokens went to a stranger: {difference}", rule)
+    _require_reason(bench, consumer, before, difference)
 
 
 def _require_strangers(bench: Bench, there: KVCacheSpec, here: KVCacheSpec, family: int, difference: str) -> None:

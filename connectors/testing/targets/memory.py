@@ -8,28 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.connectors.base import KVConnector
+from pdserve.connectors.memory import get_name
 from pdserve.connectors.testing.faults.other_version import other_block_format
 from pdserve.connectors.testing.target import ConformanceTarget
-from pdserve.kv_layout import BlockKey
+from pdserve.kv_layout import BlockKey, Rank
 
 
 class StoredValues:
-    """The dictionary as a vandal sees it."""
+    """One rank's shares in the dictionary as a vandal sees them."""
 
-    def __init__(self, values: dict[bytes, bytes]) -> None:
+    def __init__(self, values: dict[bytes, bytes], rank: Rank) -> None:
         self._values = values
+        self._rank = rank
 
     def read(self, key: BlockKey) -> bytes | None:
         """The value."""
-        return self._values.get(key.digest)
+        return self._values.get(get_name(key.digest, self._rank))
 
     def write(self, key: BlockKey, data: bytes) -> None:
         """Replace the value."""
-        self._values[key.digest] = data
+        self._values[get_name(key.digest, self._rank)] = data
 
     def delete(self, key: BlockKey) -> None:
         """Remove the value."""
-        del self._values[key.digest]
+        del self._values[get_name(key.digest, self._rank)]
 
 
 class Target(ConformanceTarget):
@@ -40,7 +42,11 @@ class Target(ConformanceTarget):
     def __init__(self, connector: type[KVConnector], options: Mapping[str, Any], directory: Path) -> None:
         store: dict[bytes, bytes] = {}
         super().__init__(connector, {"store": store, **options}, directory)
-        self.blocks = StoredValues(self.options["store"])
+        self.blocks = self.get_share(Rank())
+
+    def get_share(self, rank: Rank) -> StoredValues:
+        """By the rank's names."""
+        return StoredValues(self.options["store"], rank)
 
     def other_version(self) -> AbstractContextManager[object]:
         """Blocks are sealed in another format."""

@@ -12,7 +12,7 @@ from pdserve.connectors.base import ConnectorFeatures, KVConnector
 from pdserve.connectors.multi.children import Child, compose_features, parse_children
 from pdserve.connectors.testing.faults.link import Damage
 from pdserve.connectors.testing.target import ConformanceTarget, StoredBlocks, open_target
-from pdserve.kv_layout import BlockKey
+from pdserve.kv_layout import BlockKey, Rank
 from pdserve.protocol import Role
 
 _TWO_STORES = [{"connector": "shared_storage", "name": name} for name in ("first", "second")]
@@ -81,6 +81,10 @@ class Target(ConformanceTarget):
             for table, part in zip(options["children"], self.parts, strict=True)
         ]
         return {**options, "children": tables}
+
+    def get_share(self, rank: Rank) -> StoredBlocks:
+        """Of all parts, if each is a store that checks can get at."""
+        return StoredSeveralTimes([part.get_share(rank) for part in self.parts])
 
     def is_saved(self, key: BlockKey) -> bool:
         """Each store writes in its own time."""

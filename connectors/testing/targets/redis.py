@@ -23,7 +23,7 @@ from pdserve.connectors.testing.target import ConformanceTarget
 from pdserve.connectors.testing.targets.redis_process import RedisProcess
 from pdserve.connectors.testing.violations import NotOfferedError
 from pdserve.errors import ConfigError
-from pdserve.kv_layout import BlockKey
+from pdserve.kv_layout import BlockKey, Rank
 
 # Waits end long before the kit's do, but not where a busy machine lets a thread wait: a lookup without an answer makes
 # the checks of damaged entries see a load that was never tried. A few small blocks are several parts of a load.
@@ -33,10 +33,11 @@ _HOLD_TIMEOUT_S = 5.0
 
 
 class StoredValues:
-    """The server as a vandal sees it: a key's digest is the end of its name."""
+    """One rank's shares in the server as a vandal sees them: rank, if there are several, and digest end their names."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: redis.Redis, rank: Rank) -> None:
         self._client = client
+        self._pattern = f"*:{rank.label}:" if rank.label else "*:"
 
     def read(self, key: BlockKey) -> bytes | None:
         """The value."""
@@ -53,7 +54,7 @@ class StoredValues:
         self._client.delete(self._find(key))
 
     def _find(self, key: BlockKey) -> bytes | None:
-        names: list[bytes] = self._client.keys(f"*:{key.hex}")
+        names: list[bytes] = self._client.keys(self._pattern + key.hex)
         return names[0] if names else None
 
 
@@ -72,10 +73,15 @@ class Target(ConformanceTarget):
             self._process = RedisProcess()
             self._process.start()
             self._client = redis.Redis(unix_socket_path=str(self._process.unix_path))
-            self.blocks = StoredValues(self._client)
+            self.blocks = self.get_share(Rank())
             self._link = FaultyLink(str(self._process.unix_path), str(self._process.directory / "link"))
             options = {"url": f"unix://{self._link.address}", **options}
         super().__init__(connector, {**_OPTIONS, **options}, directory)
+
+    def get_share(self, rank: Rank) -> StoredValues:
+        """By the rank's names."""
+        self._own_process()
+        return StoredValues(self._client, rank)
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[None]:

@@ -17,16 +17,17 @@ from pdserve.connectors.shared_storage.file_store import FileStore
 from pdserve.connectors.testing.faults.full_disk import full_disk
 from pdserve.connectors.testing.faults.other_version import other_block_format
 from pdserve.connectors.testing.target import ConformanceTarget
-from pdserve.kv_layout import BlockKey
+from pdserve.kv_layout import BlockKey, Rank
 
 _HOLD_TIMEOUT_S = 5.0
 
 
 class StoredFiles:
-    """The directory as a vandal sees it."""
+    """One rank's shares in the directory as a vandal sees them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, rank: Rank) -> None:
         self._root = root
+        self._ending = f".{rank.label}.kv" if rank.label else ".kv"
 
     def read(self, key: BlockKey) -> bytes | None:
         """The file's content."""
@@ -43,7 +44,7 @@ class StoredFiles:
         self._get_path(key).unlink()
 
     def _get_path(self, key: BlockKey) -> Path:
-        return self._root / key.hex[0] / key.hex[1] / f"{key.hex}.kv"
+        return self._root / key.hex[0] / key.hex[1] / f"{key.hex}{self._ending}"
 
 
 class Target(ConformanceTarget):
@@ -52,8 +53,12 @@ class Target(ConformanceTarget):
     def __init__(self, connector: type[KVConnector], options: Mapping[str, Any], directory: Path) -> None:
         super().__init__(connector, {"path": str(directory / "store"), **options}, directory)
         self._root = Path(self.options["path"])
-        self._files = StoredFiles(self._root)
+        self._files = self.get_share(Rank())
         self.blocks = self._files
+
+    def get_share(self, rank: Rank) -> StoredFiles:
+        """By the rank's names."""
+        return StoredFiles(self._root, rank)
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[None]:

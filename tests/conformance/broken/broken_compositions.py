@@ -15,6 +15,7 @@ from pdserve.connectors.multi.worker import MultiWorker
 
 TWO_STORES = ["honest_store:HonestStore", "broken_compositions:SlowStore"]
 DIRECT_AND_STORE = ["honest_direct:HonestDirect", "broken_compositions:SlowStore"]
+RANKED_DIRECT_AND_STORE = ["ranked_connectors:RankedDirect", "ranked_connectors:RankedStore"]
 QUEUE_AND_STORE = ["queue_directs:HonestQueue", "broken_compositions:SlowStore"]
 
 
@@ -52,7 +53,11 @@ class DirectAndStore(Composition):
     kinds = DIRECT_AND_STORE
 
 
-HONEST: list[type[Composition]] = [Composition, DirectAndStore]
+class RankedComposition(Composition):
+    kinds = RANKED_DIRECT_AND_STORE
+
+
+HONEST: list[type[Composition]] = [Composition, DirectAndStore, RankedComposition]
 BROKEN: list[tuple[type[Composition], str]] = []
 
 

@@ -352,21 +352,6 @@ class ReportsTheFirstFailure(StoreWorker):
 
 breaks("R11", worker=ReportsTheFirstFailure)
 
-# --- R12: ranks take the minimum ------------------------------------------------------------------------------
-
-
-class SharesItsLoadsBetweenRanks(StoreWorker):
-    tables: ClassVar[dict[tuple[str, str], dict[str, Load]]] = {}
-
-    def make_load_table(self) -> dict[str, Load]:
-        return self.tables.setdefault((self.context.identity.fingerprint, self.context.role), {})
-
-    def close(self) -> None:
-        self.make_load_table().clear()
-
-
-breaks("R12", worker=SharesItsLoadsBetweenRanks)
-
 # --- R13, R14: shapes and identity ----------------------------------------------------------------------------
 
 

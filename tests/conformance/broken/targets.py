@@ -11,27 +11,29 @@ from unittest import mock
 from broken_compositions import Composition
 from honest_direct import Endpoint, Pull
 from honest_store import MEDIA, Block, HonestStore, Medium, StoreWorker
+from ranked_connectors import name_share
 
 from pdserve.connectors.base import KVConnector
 from pdserve.connectors.multi.children import Child
 from pdserve.connectors.testing import ConformanceTarget, NotOfferedError
 from pdserve.connectors.testing.faults.link import Damage
 from pdserve.connectors.testing.targets import multi
-from pdserve.kv_layout import BlockKey
+from pdserve.kv_layout import BlockKey, Rank
 
 
 class Entries:
-    def __init__(self, medium: Medium) -> None:
+    def __init__(self, medium: Medium, rank: Rank) -> None:
         self._medium = medium
+        self._ending = name_share(rank)
 
     def read(self, key: BlockKey) -> bytes | None:
-        return self._medium.entries.get(key.hex)
+        return self._medium.entries.get(key.hex + self._ending)
 
     def write(self, key: BlockKey, data: bytes) -> None:
-        self._medium.entries[key.hex] = data
+        self._medium.entries[key.hex + self._ending] = data
 
     def delete(self, key: BlockKey) -> None:
-        del self._medium.entries[key.hex]
+        del self._medium.entries[key.hex + self._ending]
 
 
 class StoreTarget(ConformanceTarget):
@@ -40,7 +42,11 @@ class StoreTarget(ConformanceTarget):
     def __init__(self, connector: type[KVConnector], options: Mapping[str, Any], directory: Path) -> None:
         super().__init__(connector, {"medium": str(directory), **options}, directory)
         self._medium = MEDIA.setdefault(str(directory), Medium())
-        self.blocks = Entries(self._medium)
+        self.blocks = Entries(self._medium, Rank())
+
+    def get_share(self, rank: Rank) -> Entries:
+        super().get_share(Rank())  # offered at all
+        return Entries(self._medium, rank)
 
     @contextlib.contextmanager
     def held_loads(self) -> Iterator[None]:

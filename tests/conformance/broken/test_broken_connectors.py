@@ -17,6 +17,7 @@ import broken_entries
 import broken_stores
 import layerwise_stores
 import queue_directs
+import ranked_connectors
 import waking_stores
 from broken_counters import CountingStore
 from honest_direct import HonestDirect
@@ -24,6 +25,7 @@ from honest_store import HonestStore
 from layerwise_stores import LayerwiseStore
 from origins import remember_origins
 from queue_directs import HonestQueue
+from ranked_connectors import RankedDirect, RankedStore
 from targets import CompositionTarget, DirectTarget, StoreTarget
 from waking_stores import WakingStore
 
@@ -46,6 +48,7 @@ BROKEN: list[tuple[type[KVConnector], str]] = [
     *waking_stores.BROKEN,
     *broken_compositions.BROKEN,
     *broken_counters.BROKEN,
+    *ranked_connectors.BROKEN,
 ]
 
 
@@ -91,7 +94,17 @@ def test_an_honest_connector_passes_in_any_order_and_between_engines(
 
 
 @pytest.mark.parametrize(
-    "connector", [CountingStore, LayerwiseStore, WakingStore, HonestDirect, HonestQueue, *broken_compositions.HONEST]
+    "connector",
+    [
+        CountingStore,
+        LayerwiseStore,
+        WakingStore,
+        RankedStore,
+        HonestDirect,
+        HonestQueue,
+        RankedDirect,
+        *broken_compositions.HONEST,
+    ],
 )
 def test_an_honest_connector_passes(connector: type[KVConnector], tmp_path: Path) -> None:
     verdicts = judge(connector, tmp_path)
