@@ -16,10 +16,9 @@ from pdserve.protocol import SamplingParams
 
 
 def needs_processing(params: SamplingParams, num_output_tokens: int) -> bool:
-    """Whether `process_logits` would change anything."""
+    """Whether `process_logits` would change anything, a grammar apart."""
     return bool(
         params.logit_bias
-        or params.grammar is not None
         or num_output_tokens < params.min_tokens
         or params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
@@ -57,7 +56,7 @@ def process_logits(
         ids = torch.tensor(list(bias), dtype=torch.int64)
         logits_V[ids] += torch.tensor(list(bias.values()), dtype=torch.float32)
     if allowed_V is not None:
-        logits_V = logits_V.masked_fill_(~allowed_V, -torch.inf)
+        logits_V.masked_fill_(~allowed_V, -torch.inf)
     if len(token_ids) - num_prompt_tokens < params.min_tokens:
         held_back = set(params.stop_token_ids) if params.ignore_eos else eos_token_ids | set(params.stop_token_ids)
         _hold_back(logits_V, torch.tensor(sorted(held_back), dtype=torch.int64))

@@ -49,7 +49,8 @@ class SamplingRow:
 
     def __post_init__(self) -> None:
         params = self.params
-        self.is_plain = params.temperature == 0.0 and params.logprobs is None and not needs_processing(params, 0)
+        asks_more = params.logprobs is not None or params.grammar is not None or needs_processing(params, 0)
+        self.is_plain = params.temperature == 0.0 and not asks_more
 
 
 @dataclass(slots=True)
@@ -121,8 +122,10 @@ class Sampler:
 
     def _sample_row(self, logits_V: Tensor, row: SamplingRow, greedy_id: int) -> int:
         params, token_ids = row.params, row.get_token_ids()
-        if needs_processing(params, len(token_ids) - row.num_prompt_tokens):
-            allowed_V = self._find_allowed(row, token_ids)
+        allowed_V = self._find_allowed(row, token_ids)
+        # Most of the time a grammar allows what the model likes best, and greedy rows need no more than that.
+        is_masked = allowed_V is not None and not (params.temperature == 0.0 and bool(allowed_V[greedy_id]))
+        if is_masked or needs_processing(params, len(token_ids) - row.num_prompt_tokens):
             logits_V = process_logits(
                 logits_V, params, token_ids, row.num_prompt_tokens, self._eos_token_ids, allowed_V
             )
