@@ -26,9 +26,12 @@ machine: copies between processes over shared memory; several: TCP or what UCX f
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pdserve.connectors.base import ConnectorContext, ConnectorFeatures
+from pdserve.connectors.messages import MessageTypes
+from pdserve.connectors.nixl.messages import Listening, StepMetadata
 from pdserve.connectors.nixl.options import parse_options
 from pdserve.connectors.nixl.scheduler import NixlScheduler
 
@@ -46,7 +49,7 @@ class NixlConnector:
     """Builds the two halves."""
 
     features: ClassVar[ConnectorFeatures] = ConnectorFeatures(
-        can_save=True, can_load=True, cancels_sends=True, hears_of_queue=True, wakes_engine=True
+        can_save=True, can_load=True, cancels_sends=True, hears_of_queue=True, wakes_engine=True, ranks=True
     )
 
     @classmethod
@@ -68,3 +71,8 @@ class NixlConnector:
         from pdserve.connectors.nixl.worker import NixlWorker
 
         return NixlWorker(context, parse_options(context))
+
+    @classmethod
+    def message_types(cls, options: Mapping[str, Any]) -> MessageTypes:
+        """The same whatever the options."""
+        return MessageTypes(metadata=StepMetadata, report=Listening)

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.blocks.failures import Failure, WarningLimiter
 from pdserve.connectors.nixl import wire
 from pdserve.connectors.nixl.agent import RemotePool, TransferAgent, TransportError
@@ -32,7 +33,6 @@ from pdserve.connectors.nixl.queued_transfers import QueuedTransfers
 from pdserve.connectors.nixl.read_pace import ReadPace
 from pdserve.connectors.nixl.reads import ReadQueue
 from pdserve.connectors.nixl.report import TransferReport
-from pdserve.kv_layout import ModelIdentity
 
 # Messages are heard so often while blocks are read.
 _READING_S = 0.01
@@ -73,7 +73,7 @@ class Consumer:
     """See the module.
 
     Args:
-        identity: this engine's model.
+        context: the engine, and which rank of it this is: it reads from its counterpart.
         agent: connects to producers' pools.
         memory: the pool.
         report: told of each load's end.
@@ -88,7 +88,7 @@ class Consumer:
 
     def __init__(
         self,
-        identity: ModelIdentity,
+        context: ConnectorContext,
         agent: TransferAgent,
         memory: PoolMemory,
         report: TransferReport,
@@ -98,7 +98,8 @@ class Consumer:
         timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self._identity = identity
+        self._identity = context.identity
+        self._rank = context.rank.index
         self._agent = agent
         self._memory = memory
         self._report = report
@@ -111,7 +112,7 @@ class Consumer:
         self._peers: dict[Endpoint, Peer] = {}
         self._loads: dict[str, tuple[Peer, ActiveLoad]] = {}
         self._queued = QueuedTransfers(clock)
-        self._reads = ReadQueue(agent, memory, identity.kv.block_size, timeout_s=timeout_s, clock=clock)
+        self._reads = ReadQueue(agent, memory, context.spec.block_size, timeout_s=timeout_s, clock=clock)
 
     # --- the engine's wishes ----------------------------------------------------------------------------------
 
@@ -259,6 +260,8 @@ class Consumer:
             failure = Failure("stale", "the producer has been restarted since")
         elif message.identity != self._identity:
             failure = Failure("foreign", explain_difference(self._identity, message.identity))
+        elif message.rank != self._rank:
+            failure = Failure("foreign", f"this is rank {self._rank}, there answers rank {message.rank}")
         elif message.memory.block_bytes != self._memory.region.block_bytes:
             failure = Failure("foreign", "the producer's blocks are of another size")
         elif peer.remote is None:
@@ -295,8 +298,8 @@ class Consumer:
     def _ask(self, peer: Peer, active: ActiveLoad) -> None:
         """Ask for the lease, or for more of it."""
         assert peer.remote is not None, "its blocks are being read"
-        active.ask(self._clock())
-        peer.channel.send(wire.Open(active.transfer_id, active.load.digest, peer.remote.is_one_sided))
+        serial = active.ask(self._clock())
+        peer.channel.send(wire.Open(active.transfer_id, active.load.digest, peer.remote.is_one_sided, serial))
 
     def _read_on(self) -> None:
         """Read for a moment: pieces of one load where each is a copy in memory, one look where it is on a network."""
@@ -331,7 +334,7 @@ class Consumer:
         active = peer.loads.get(message.transfer_id)
         if active is None:
             return  # the load was cancelled meanwhile
-        if not active.take_answer(message.lease_s, message.checksums):
+        if not active.take_answer(message.serial, message.lease_s, message.checksums):
             self._report.count_failure("protocol")
         elif active.phase is Phase.CONFIRMING:
             self._confirm(peer, active)

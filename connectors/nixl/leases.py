@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pdserve.connectors.nixl.messages import Offer
+if TYPE_CHECKING:
+    from pdserve.connectors.nixl.messages import Offer
 
 
 class LeaseError(Exception):
@@ -60,6 +62,12 @@ def build_transfer_id(generation: str, serial: int, nonce: str) -> str:
     The serial number tells a transfer that is still to be announced from one that has ended.
     """
     return f"{generation}#{serial}-{nonce}"
+
+
+def translate_transfer_id(transfer_id: str, generation: str) -> str:
+    """A transfer's name in another rank of the producer: all of them lend their share under the same serial number."""
+    _, _, rest = transfer_id.rpartition("#")
+    return f"{generation}#{rest}"
 
 
 def read_serial(transfer_id: str, generation: str) -> int:

@@ -47,7 +47,8 @@ class ActiveLoad:
         began_at: monotonic seconds.
         deadline: when what it waits for is late; moves with each step forward.
         phase: what it waits for.
-        asked_at: when the producer was asked for the lease; None when no question is open.
+        num_asked: questions to the producer for the lease.
+        asked_at: when it was asked last; None when no question is open.
         ask_at: when it is to be asked again.
         held_until: the lease holds at least so long.
         read_at: when the last byte had come.
@@ -61,6 +62,7 @@ class ActiveLoad:
     began_at: float
     deadline: float
     phase: Phase = Phase.CONNECTING
+    num_asked: int = 0
     asked_at: float | None = None
     ask_at: float = math.inf
     held_until: float = -math.inf
@@ -105,16 +107,18 @@ class ActiveLoad:
         """Whether the lease certainly held until the last byte had come."""
         return self.held_until > self.read_at
 
-    def ask(self, now: float) -> None:
-        """The producer is being asked for the lease."""
+    def ask(self, now: float) -> int:
+        """The producer is being asked for the lease; the question's serial number."""
         self.asked_at, self.ask_at = now, math.inf
+        self.num_asked += 1
+        return self.num_asked - 1
 
-    def take_answer(self, lease_s: float, checksums: bytes) -> bool:
-        """The producer has granted the lease; False when it was not asked.
+    def take_answer(self, serial: int, lease_s: float, checksums: bytes) -> bool:
+        """The producer has granted the lease; False when that answers no open question.
 
         The lease counts from the question: the producer's began later, and its clock runs as fast as this one.
         """
-        if self.asked_at is None:
+        if self.asked_at is None or serial != self.num_asked - 1:
             return False
         self.held_until = self.asked_at + lease_s
         self.ask_at = self.asked_at + self.load.reference.extension_interval_s

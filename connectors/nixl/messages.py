@@ -1,14 +1,16 @@
 """What the two halves of one engine say to each other, and what a producer's engine tells a consumer's.
 
-Downwards (`StepMetadata`) once a step; upwards (`Endpoint`) once in the worker's life.
+Downwards (`StepMetadata`) once a step, the same to all ranks; upwards (`Listening`) once in a worker's life.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 
+from pdserve.connectors.nixl.leases import translate_transfer_id
 from pdserve.connectors.nixl.options import CONNECTOR_NAME
 from pdserve.protocol import KVTransferParams
 
@@ -27,6 +29,18 @@ class Endpoint(msgspec.Struct, frozen=True):
     generation: str
 
 
+class Listening(msgspec.Struct, frozen=True):
+    """A worker half is there.
+
+    Attributes:
+        rank: its place among the engine's.
+        endpoint: where.
+    """
+
+    rank: int
+    endpoint: Endpoint
+
+
 class TransferReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a consumer needs to fetch a request's KV; made by the producer, carried by the router.
 
@@ -34,11 +48,12 @@ class TransferReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     holds for this transfer, so a wrong reference reads bytes that are then thrown away.
 
     Attributes:
-        transfer_id: under which the producer knows it.
-        generation: the incarnation of the producer.
-        address: of its side channel.
-        lease_s: how long it waits for a sign of life.
-        block_ids: the prompt's blocks there, in order.
+        transfer_id: under which the producer's first rank knows it.
+        generation: that rank's incarnation.
+        address: of that rank's side channel.
+        lease_s: how long a rank waits for a sign of life.
+        block_ids: the prompt's blocks there, in order, the same in all ranks.
+        more_ranks: the producer's other ranks, in order.
     """
 
     transfer_id: str
@@ -46,11 +61,23 @@ class TransferReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     address: str
     lease_s: Annotated[float, msgspec.Meta(gt=0)]
     block_ids: list[int]
+    more_ranks: list[Endpoint] = []
 
     @property
     def producer(self) -> Endpoint:
-        """Who made it."""
+        """Its first rank; in a reference `in_rank`, that one."""
         return Endpoint(self.address, self.generation)
+
+    def in_rank(self, rank: int) -> TransferReference:
+        """The reference to one rank's share.
+
+        Where the producer has fewer ranks, to its last one's: that one's greeting says what differs.
+        """
+        if rank == 0 or not self.more_ranks:
+            return self
+        endpoint = self.more_ranks[min(rank, len(self.more_ranks)) - 1]
+        transfer_id = translate_transfer_id(self.transfer_id, endpoint.generation)
+        return TransferReference(transfer_id, endpoint.generation, endpoint.address, self.lease_s, self.block_ids)
 
     @property
     def extension_interval_s(self) -> float:
@@ -63,7 +90,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     Attributes:
         request_id: whose.
-        transfer_id: under which a consumer asks for them.
+        transfer_id: under which a consumer asks the first rank for them.
         num_tokens: of the prompt.
         digest: identity of the prompt: the key of its last block.
         block_ids: the prompt's blocks, in order.
@@ -74,6 +101,11 @@ class Offer(msgspec.Struct, frozen=True):
     num_tokens: int
     digest: bytes
     block_ids: list[int]
+
+    def in_rank(self, generation: str) -> Offer:
+        """The offer of the rank of that incarnation."""
+        transfer_id = translate_transfer_id(self.transfer_id, generation)
+        return msgspec.structs.replace(self, transfer_id=transfer_id)
 
 
 class FilledBlocks(msgspec.Struct, frozen=True):
@@ -111,6 +143,10 @@ class Load(msgspec.Struct, frozen=True):
     num_tokens: int
     block_ids: list[int]
 
+    def in_rank(self, rank: int) -> Load:
+        """One rank's share of it."""
+        return msgspec.structs.replace(self, reference=self.reference.in_rank(rank))
+
 
 class StepMetadata(msgspec.Struct, frozen=True):
     """One step's message.
@@ -141,15 +177,26 @@ class StepMetadata(msgspec.Struct, frozen=True):
         return not any(getattr(self, name) for name in self.__struct_fields__)
 
 
-def build_params(endpoint: Endpoint, offer: Offer, *, lease_s: float, num_bytes: int) -> KVTransferParams:
-    """What goes to the consumer through the router."""
+def build_params(ranks: Sequence[Endpoint], offer: Offer, *, lease_s: float, num_bytes: int) -> KVTransferParams:
+    """What goes to the consumer through the router.
+
+    Args:
+        ranks: of this engine, in order.
+        offer: whose blocks are held.
+        lease_s: how long each rank waits.
+        num_bytes: of all ranks.
+    """
+    first, *others = ranks
+    payload = {"address": first.address, "lease_s": lease_s, "block_ids": offer.block_ids}
+    if others:
+        payload["more_ranks"] = msgspec.to_builtins(others)
     return KVTransferParams(
         connector=CONNECTOR_NAME,
         transfer_id=offer.transfer_id,
-        engine_id=endpoint.generation,
+        engine_id=first.generation,
         num_tokens=offer.num_tokens,
         num_bytes=num_bytes,
-        payload={"address": endpoint.address, "lease_s": lease_s, "block_ids": offer.block_ids},
+        payload=payload,
     )
 
 

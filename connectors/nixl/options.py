@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.blocks.options import Parser, parse_number, parse_seconds, parse_text, parse_values
 from pdserve.errors import ConfigError
+from pdserve.kv_layout import Rank
 from pdserve.peers.curve import Curve, Flags, read_curve
 
 CONNECTOR_NAME = "nixl"
 _LOOPBACK_NETWORKS = ("127.0.0.0/8", "::1/128")
 _LOOPBACK_DEVICE = "lo"
+_LAST_PORT = 65535
 _CURVE_FLAGS = Flags(
     f"connector {CONNECTOR_NAME}: option curve_secret_key", f"connector {CONNECTOR_NAME}: option curve_peer_keys"
 )
@@ -25,7 +27,7 @@ class NixlOptions:
 
     Attributes:
         host: address that producers listen on for consumers, and that consumers reach them at.
-        port: of the side channel; 0 = the system chooses.
+        port: of this rank's side channel; 0 = the system chooses.
         net_devices: network devices that UCX may use, as UCX names them (``eth0``, ``mlx5_0:1``); None = the
             loopback device when ``host`` is a loopback address, else what UCX finds.
         allowed_peers: addresses and networks that KV is exchanged with.
@@ -62,18 +64,28 @@ def parse_options(context: ConnectorContext) -> NixlOptions:
     """Validate ``context.options``.
 
     Raises:
-        ConfigError: an option is unknown or ill-typed, the host can be reached by nobody who is allowed to, or a key
-            file is wrong.
+        ConfigError: an option is unknown or ill-typed, the host can be reached by nobody who is allowed to, a key
+            file is wrong, or there are fewer ports than ranks.
     """
     values = parse_values(CONNECTOR_NAME, context, _PARSERS)
     curve = read_curve(values.pop("curve_secret_key", None), values.pop("curve_peer_keys", None), _CURVE_FLAGS)
     options = NixlOptions(curve=curve, **values)
+    if options.port:
+        options = replace(options, port=_choose_port(options.port, context.rank))
     if not ipaddress.ip_address(options.host).is_loopback and "allowed_peers" not in values:
         raise ConfigError(
             f"connector {CONNECTOR_NAME}: option host={options.host} lets other machines in; say which ones, for "
             f"example allowed_peers={options.host}/24 (several: separated by commas)"
         )
     return options
+
+
+def _choose_port(first_port: int, rank: Rank) -> int:
+    """Each rank listens on a port of its own, in order."""
+    last_port = first_port + rank.size - 1
+    if last_port > _LAST_PORT:
+        raise ConfigError(f"connector {CONNECTOR_NAME}: option port={first_port} leaves no ports for {rank.size} ranks")
+    return first_port + rank.index
 
 
 def _parse_host(raw: Any) -> str:
@@ -85,7 +97,7 @@ def _parse_host(raw: Any) -> str:
 
 
 def _parse_port(raw: Any) -> int:
-    if isinstance(raw, (int, str)) and not isinstance(raw, bool) and 0 <= int(raw) <= 65535:
+    if isinstance(raw, (int, str)) and not isinstance(raw, bool) and 0 <= int(raw) <= _LAST_PORT:
         return int(raw)
     raise ValueError("give a port from 0 to 65535")
 

@@ -26,6 +26,7 @@ network, need both ends."""
 _READ_INTERVAL_S = 0.0001
 _CONNECT_INTERVAL_S = 0.001
 _MAX_EARLY_MESSAGES = 4096
+_MAX_REASON_CHARS = 500
 _NEVER_OFFERED = "no such transfer was offered"
 
 TransferMessage = wire.Open | wire.Close | wire.Cancel
@@ -70,8 +71,8 @@ class Producer:
         self._prompt_checksums = PromptChecksums(memory, report.count_save_time)
         self._checksums: dict[str, bytes] = {}
         """Of each transfer, as soon as they are known."""
-        self._unanswered: set[str] = set()
-        """Transfers that were opened, and whose checksums are still to come."""
+        self._unanswered: dict[str, int] = {}
+        """Transfers that were opened, and whose checksums are still to come: the last question's serial number."""
         self._attentive_until = float("-inf")
         self._early: list[tuple[float, bytes, TransferMessage]] = []
 
@@ -196,7 +197,7 @@ class Producer:
         lease = self._leases.open(message.transfer_id, message.digest, reader, is_one_sided=message.is_one_sided)
         if not message.is_one_sided:
             self._attend()
-        self._unanswered.add(message.transfer_id)
+        self._unanswered[message.transfer_id] = message.serial
         self._answer(lease)
 
     def _attend(self) -> None:
@@ -207,18 +208,21 @@ class Producer:
         transfer_id = lease.offer.transfer_id
         checksums = self._checksums.get(transfer_id)
         if checksums is not None and lease.reader is not None and transfer_id in self._unanswered:
-            self._unanswered.remove(transfer_id)
-            self._reply(lease.reader, wire.Opened(transfer_id, self._leases.lease_s, checksums))
+            serial = self._unanswered.pop(transfer_id)
+            self._reply(lease.reader, wire.Opened(transfer_id, self._leases.lease_s, checksums, serial))
 
     def _end(self, lease: Lease, *, ok: bool, num_bytes: int = 0) -> None:
         if lease.reader is not None and not ok:
             self._refuse(lease.reader, lease.offer.transfer_id, "expired", "the lease has ended")
-        self._unanswered.discard(lease.offer.transfer_id)
+        self._unanswered.pop(lease.offer.transfer_id, None)
         self._checksums.pop(lease.offer.transfer_id, None)
         self._report.end_sending(lease.offer.request_id, ok=ok, num_bytes=num_bytes)
 
     def _refuse(self, reader: bytes, transfer_id: str, kind: str, reason: str) -> None:
         self._report.count_failure(f"refused_{kind}")
+        if kind == "foreign":
+            # A part of the reason is the consumer's own words.
+            self._warnings.warn("refused", f"a consumer of KV was refused: {reason[:_MAX_REASON_CHARS]!r}")
         self._reply(reader, wire.Refused(transfer_id, kind, reason))
 
     def _take_checksums(self, lease: Lease, checksums: bytes) -> None:

@@ -21,6 +21,7 @@ from pdserve.connectors.nixl.filled_blocks import FilledBlockWatch
 from pdserve.connectors.nixl.leases import build_transfer_id
 from pdserve.connectors.nixl.messages import (
     Endpoint,
+    Listening,
     Load,
     Offer,
     StepMetadata,
@@ -41,13 +42,14 @@ class NixlScheduler:
     """
 
     def __init__(self, context: ConnectorContext, lease_s: float) -> None:
-        self._spec = context.spec
+        self._kv = context.identity.kv
         self._lease_s = lease_s
-        self._endpoint: Endpoint | None = None
+        self._num_ranks = context.rank.size
+        self._endpoints: dict[int, Endpoint] = {}
         self._serials = itertools.count()
         self._redeemed: set[str] = set()
         self._loading: set[str] = set()
-        self._watch = FilledBlockWatch(context.spec.block_size)
+        self._watch = FilledBlockWatch(self._kv.block_size)
         self._forgotten: list[str] = []
         self._offers: list[Offer] = []
         self._loads: list[Load] = []
@@ -68,7 +70,7 @@ class NixlScheduler:
         The producer has the whole prompt or nothing. Blocks are loaded whole, so a count inside a block is answered
         with 0: a load would write to a block whose first tokens the engine already has, and may share.
         """
-        if self._get_reference(request) is None or num_computed_tokens % self._spec.block_size:
+        if self._get_reference(request) is None or num_computed_tokens % self._kv.block_size:
             return _NO_MATCH
         num_tokens = request.num_prompt_tokens - num_computed_tokens
         return MatchResult(num_tokens, is_async=True) if num_tokens > 0 else _NO_MATCH
@@ -89,8 +91,8 @@ class NixlScheduler:
         if num_external_tokens <= 0:
             self._releases.append(reference)
             return
-        first = num_computed_tokens // self._spec.block_size
-        end = self._spec.num_blocks_for(num_computed_tokens + num_external_tokens)
+        first = num_computed_tokens // self._kv.block_size
+        end = self._kv.num_blocks_for(num_computed_tokens + num_external_tokens)
         self._loading.add(request.request_id)
         self._loads.append(
             Load(
@@ -108,7 +110,7 @@ class NixlScheduler:
         """What was noted since the last step, and what the last one has filled of prompts that go on."""
         self._forgotten += [name for name in plan.preempted_request_ids if self._watch.forget(name)]
         metadata = StepMetadata(
-            [] if self._endpoint is None else list(self._watch.find_new(plan)),
+            list(self._watch.find_new(plan)) if self._is_listening else [],
             self._forgotten,
             self._offers,
             self._loads,
@@ -122,10 +124,10 @@ class NixlScheduler:
         return metadata
 
     def update_from_output(self, output: ConnectorOutput) -> None:
-        """Learn where the worker half listens, and which loads have ended."""
+        """Learn where the worker halves listen, and which loads have ended."""
         for message in output.messages:
-            if isinstance(message, Endpoint):
-                self._endpoint = message
+            if isinstance(message, Listening):
+                self._endpoints[message.rank] = message.endpoint
         self._loading.difference_update(output.finished_receiving, output.failed_receiving)
 
     def request_finished(
@@ -144,20 +146,21 @@ class NixlScheduler:
         has_filled = self._watch.forget(request_id)
         num_blocks = len(request.block_keys)
         is_whole = num_computed_tokens >= request.num_prompt_tokens and len(block_ids) >= num_blocks > 0
-        if not handoff or not is_whole or self._endpoint is None:
+        if not handoff or not is_whole or not self._is_listening:
             if has_filled:
                 self._forgotten.append(request_id)
             return FinishDecision()
+        ranks = [self._endpoints[rank] for rank in range(self._num_ranks)]
         offer = Offer(
             request_id=request_id,
-            transfer_id=build_transfer_id(self._endpoint.generation, next(self._serials), secrets.token_hex(8)),
+            transfer_id=build_transfer_id(ranks[0].generation, next(self._serials), secrets.token_hex(8)),
             num_tokens=request.num_prompt_tokens,
             digest=request.block_keys[-1].digest,
             block_ids=list(block_ids[:num_blocks]),
         )
         self._offers.append(offer)
-        num_bytes = num_blocks * self._spec.block_bytes
-        params = build_params(self._endpoint, offer, lease_s=self._lease_s, num_bytes=num_bytes)
+        num_bytes = num_blocks * self._kv.block_bytes
+        params = build_params(ranks, offer, lease_s=self._lease_s, num_bytes=num_bytes)
         return FinishDecision(hold_blocks=True, kv_transfer_params=params)
 
     def cancel_send(self, request_id: str) -> None:
@@ -166,6 +169,11 @@ class NixlScheduler:
 
     def close(self) -> None:
         """Nothing is held here."""
+
+    @property
+    def _is_listening(self) -> bool:
+        """Whether consumers can reach all ranks."""
+        return len(self._endpoints) == self._num_ranks
 
     def _get_reference(self, request: KVRequest) -> TransferReference | None:
         """The request's reference, until it is redeemed: it is good for one load, whatever that load brings.

@@ -4,7 +4,7 @@
 
     consumer                                producer
       Hello(identity) ─────────────────────>   once for each connection
-      <──── Welcome(agent, memory) or Refused
+      <── Welcome(rank, agent, memory) or Refused
       Extend(transfers) ───────────────────>   now and then, from the moment a request is queued
       Open(transfer, digest) ──────────────>   the transfer is this consumer's; its lease begins anew
         reads the blocks meanwhile
@@ -27,7 +27,7 @@ from pdserve.connectors.nixl.descriptors import MemoryRegion
 from pdserve.kv_layout import ModelIdentity
 from pdserve.protocol import decode_frame
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 """Checksums of a prompt of some eight million tokens."""
 
@@ -46,11 +46,13 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
         transfer_id: which.
         digest: identity of the prompt that the consumer wants.
         is_one_sided: the consumer's reads need nothing from the producer's side; over a network they do, and the first.
+        serial: number of the question among the consumer's about this transfer.
     """
 
     transfer_id: str
     digest: bytes
     is_one_sided: bool = False
+    serial: int = 0
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -80,12 +82,14 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
         identity: its model.
         agent: what NIXL needs to connect.
         memory: where its blocks lie.
+        rank: whose share of each block that is, by its place among the producer's ranks.
     """
 
     generation: str
     identity: ModelIdentity
     agent: bytes
     memory: MemoryRegion
+    rank: int = 0
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
@@ -95,11 +99,13 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
         transfer_id: which.
         lease_s: for how long, from when Open was received.
         checksums: xxh3_64 of each of the prompt's blocks, little-endian, one after the other.
+        serial: of the question: an answer that comes twice does not lengthen a lease that a later question was about.
     """
 
     transfer_id: str
     lease_s: float
     checksums: bytes
+    serial: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

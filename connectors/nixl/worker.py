@@ -16,7 +16,7 @@ from pdserve.connectors.nixl.agent import TransferAgent
 from pdserve.connectors.nixl.channels import ProducerChannels
 from pdserve.connectors.nixl.consumer import Consumer
 from pdserve.connectors.nixl.leases import LeaseTable
-from pdserve.connectors.nixl.messages import Endpoint, Load, StepMetadata
+from pdserve.connectors.nixl.messages import Endpoint, Listening, Load, StepMetadata
 from pdserve.connectors.nixl.options import NixlOptions
 from pdserve.connectors.nixl.pool_memory import PoolMemory
 from pdserve.connectors.nixl.producer import Producer
@@ -44,11 +44,14 @@ class NixlWorker:
 
     def __init__(self, context: ConnectorContext, options: NixlOptions) -> None:
         self._context = context
+        self._rank = context.rank.index
         self._options = options
         self._block_size = context.spec.block_size
         self._report = TransferReport()
         self._warnings = WarningLimiter(logger, time.monotonic)
         self._wake_up = WakeUp()
+        # Not the engine's id alone: an agent's name must never come back, whoever chooses engine ids.
+        self._generation = f"{context.engine_id}/{self._rank}-{secrets.token_hex(4)}"
         self._memory: PoolMemory | None = None
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
@@ -60,20 +63,18 @@ class NixlWorker:
         Raises:
             ConfigError: the memory is of a wrong kind, NIXL does not start, or the address cannot be listened on.
         """
-        # Not the engine's id alone: an agent's name must never come back, whoever chooses engine ids.
-        generation = f"{self._context.engine_id}/{secrets.token_hex(4)}"
         memory = PoolMemory(kv_cache, spec)
         sockets = Sockets()
         try:
             socket = ProducerSocket(sockets, self._options) if self._context.role is Role.PREFILL else None
-            agent = TransferAgent(generation, memory.region, self._options.ucx_devices)
+            agent = TransferAgent(self._generation, memory.region, self._options.ucx_devices)
         except ConfigError:
             sockets.context.destroy(linger=0)
             raise
         channels = ProducerChannels(sockets, AllowedPeers(self._options.allowed_peers), self._options.curve)
         self._memory = memory
         self._consumer = Consumer(
-            self._context.identity,
+            self._context,
             agent,
             memory,
             self._report,
@@ -88,7 +89,7 @@ class NixlWorker:
             agent=agent,
             consumer=self._consumer,
             channels=channels,
-            side=None if socket is None else self._build_side(generation, agent, memory, socket),
+            side=None if socket is None else self._build_side(agent, memory, socket),
             report=self._report,
             clock=time.monotonic,
         )
@@ -140,13 +141,12 @@ class NixlWorker:
             logger.warning("a KV transfer did not end within %g s", _CLOSE_TIMEOUT_S)
         self._wake_up.close()
 
-    def _build_side(
-        self, generation: str, agent: TransferAgent, memory: PoolMemory, socket: ProducerSocket
-    ) -> ProducerSide:
-        self._report.tell_scheduler(Endpoint(socket.address, generation))
+    def _build_side(self, agent: TransferAgent, memory: PoolMemory, socket: ProducerSocket) -> ProducerSide:
+        self._report.tell_scheduler(Listening(self._rank, Endpoint(socket.address, self._generation)))
+        identity, metadata = self._context.identity, agent.get_metadata()
         self._producer = Producer(
-            wire.Welcome(generation, self._context.identity, agent.get_metadata(), memory.region),
-            LeaseTable(generation, self._options.lease_s, time.monotonic),
+            wire.Welcome(self._generation, identity, metadata, memory.region, self._rank),
+            LeaseTable(self._generation, self._options.lease_s, time.monotonic),
             memory,
             self._report,
             self._warnings,
@@ -165,14 +165,14 @@ class NixlWorker:
             for filled in metadata.filled:
                 self._producer.fill(filled)
             for offer in metadata.offers:
-                self._producer.offer(offer)
+                self._producer.offer(offer.in_rank(self._generation))
             for request_id in metadata.cancelled_offers:
                 self._producer.cancel_request(request_id)
         for load in loads:
-            self._consumer.start(load)
+            self._consumer.start(load.in_rank(self._rank))
         for request_id in metadata.cancelled_loads:
             self._consumer.cancel(request_id)
         for reference in metadata.queued:
-            self._consumer.keep(reference)
+            self._consumer.keep(reference.in_rank(self._rank))
         for reference in metadata.releases:
-            self._consumer.release(reference)
+            self._consumer.release(reference.in_rank(self._rank))

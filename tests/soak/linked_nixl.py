@@ -8,11 +8,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from pdserve.connectors.base import ConnectorContext, ConnectorOutput
 from pdserve.connectors.nixl import NixlConnector
-from pdserve.connectors.nixl.messages import Endpoint
+from pdserve.connectors.nixl.messages import Endpoint, Listening
 from pdserve.connectors.nixl.scheduler import NixlScheduler
 
 if TYPE_CHECKING:
@@ -33,7 +31,9 @@ class LinkedScheduler:
 
     def update_from_output(self, output: ConnectorOutput) -> None:
         messages = [
-            msgspec.structs.replace(message, address=self._address) if isinstance(message, Endpoint) else message
+            Listening(message.rank, Endpoint(self._address, message.endpoint.generation))
+            if isinstance(message, Listening)
+            else message
             for message in output.messages
         ]
         self._half.update_from_output(dataclasses.replace(output, messages=messages))

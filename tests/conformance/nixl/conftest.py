@@ -35,9 +35,10 @@ def make_engine() -> Iterator[MakeEngine]:
     engines: list[EngineHarness] = []
 
     def make(role: str = "prefill", *, num_blocks: int = 64, **options: Any) -> EngineHarness:
-        parts = {name: options.pop(name) for name in ("spec", "weights") if name in options}
+        parts = {name: options.pop(name) for name in ("spec", "weights", "parallel") if name in options}
+        types = options.pop("message_types", None)
         context = build_context(Role(role), options, engine_id=f"{role}-{len(engines)}", **parts)
-        engines.append(EngineHarness(NixlConnector, context, num_blocks=num_blocks))
+        engines.append(EngineHarness(NixlConnector, context, num_blocks=num_blocks, message_types=types))
         engines[-1].step()  # the scheduler half hears where the worker half listens
         return engines[-1]
 

@@ -28,7 +28,8 @@ from pdserve.connectors.testing import build_context
 from pdserve.connectors.testing.kv_content import TINY_SPEC
 from pdserve.protocol import Role
 
-IDENTITY = build_context(Role.DECODE, {}).identity
+CONTEXT = build_context(Role.DECODE, {})
+IDENTITY = CONTEXT.identity
 PRODUCER = Endpoint("tcp://127.0.0.1:4000", "g")
 LEASE_S = 20.0
 TIMEOUT_S = 5.0
@@ -41,10 +42,13 @@ OURS = [1, 3, 5, 7, 9, 11, 13]
 class Channel:
     def __init__(self) -> None:
         self.sent: list[wire.ConsumerMessage] = []
+        self.serials: dict[str, int] = {}
         self.is_closed = False
 
     def send(self, message: wire.ConsumerMessage) -> None:
         self.sent.append(message)
+        if isinstance(message, wire.Open):
+            self.serials[message.transfer_id] = message.serial
 
     def close(self) -> None:
         self.is_closed = True
@@ -116,7 +120,7 @@ class Desk:
         self.network = Network(self.mine, self.theirs)
         self.report = TransferReport()
         self.consumer = Consumer(
-            IDENTITY,
+            CONTEXT,
             self.network,  # type: ignore[arg-type]
             self.memory,
             self.report,
@@ -174,9 +178,13 @@ class Desk:
             self.consumer.advance()
 
     def grant(self, name: str = "d") -> None:
-        """The producer's word that the lease is the consumer's, with its checksums."""
+        """The producer's word that the lease is the consumer's, with its checksums: it answers the last question."""
+        self.consumer.receive(PRODUCER, self.build_opened(name))
+
+    def build_opened(self, name: str = "d") -> wire.Opened:
         checksums = self.their_memory.get_checksums(THEIRS).tobytes()
-        self.consumer.receive(PRODUCER, wire.Opened(f"g#0-{name}", LEASE_S, checksums))
+        transfer_id = f"g#0-{name}"
+        return wire.Opened(transfer_id, LEASE_S, checksums, self.channels[PRODUCER].serials.get(transfer_id, 0))
 
     def grant_what_was_asked(self) -> None:
         for message in self.sent:
@@ -417,11 +425,32 @@ def test_a_lease_that_ended_before_the_last_byte_came_costs_the_load(desk: Desk)
     desk.grant()
     desk.now += LEASE_S
     desk.read_all()
-    assert desk.sent[-1] == wire.Open("g#0-d", b"prompt")
+    assert desk.sent[-1] == wire.Open("g#0-d", b"prompt", serial=1)
     desk.refuse("expired")
     output = desk.take()
     assert (output.failed_receiving, output.stats.failures) == ({"d": 0}, {"expired": 1})
     assert desk.are_wiped(OURS)
+
+
+def test_an_old_answer_that_comes_again_does_not_lengthen_a_lease(desk: Desk) -> None:
+    """Between the second question and its answer the producer's lease may have ended."""
+    desk.network.is_slow = True
+    desk.start()
+    desk.consumer.advance()
+    old = desk.build_opened()
+    desk.grant()
+    for _ in range(7):
+        desk.now += TIMEOUT_S - 1
+        desk.consumer.receive(PRODUCER, old)
+        desk.network.arrive()
+        desk.consumer.advance()
+        desk.consumer.advance()
+    assert desk.now > LEASE_S
+    output = desk.take()
+    assert (output.finished_receiving, output.stats.failures) == (set(), {"protocol": 7})
+    desk.grant()
+    desk.grant()
+    assert desk.take().finished_receiving == {"d"}
 
 
 def test_between_pieces_beside_a_forward_pass_there_is_a_pause(desk: Desk) -> None:
@@ -472,6 +501,7 @@ def test_a_load_that_is_under_way_is_not_begun_again(desk: Desk) -> None:
         ({"generation": "h"}, "stale"),
         ({"identity": build_context(Role.PREFILL, {}, weights="other").identity}, "foreign"),
         ({"memory": MemoryRegion(1 << 30, 16, 999)}, "foreign"),
+        ({"rank": 1}, "foreign"),
         ({"agent": b"garbage"}, "transport"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import numpy as np
 import pytest
@@ -96,13 +98,33 @@ def test_indices() -> None:
 
 
 def test_a_reference_survives_the_way_through_the_router() -> None:
-    params = build_params(ENDPOINT, OFFER, lease_s=60.0, num_bytes=3 * 4096)
+    params = build_params([ENDPOINT], OFFER, lease_s=60.0, num_bytes=3 * 4096)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=KVTransferParams)
     reference = read_params(sent)
     assert reference is not None
     assert (reference.transfer_id, reference.generation, reference.address) == ("g#0-n", "g", ENDPOINT.address)
     assert (reference.block_ids, reference.lease_s) == ([7, 3, 9], 60.0)
     assert (params.num_tokens, params.num_bytes) == (33, 12288)
+
+
+def test_a_reference_names_every_ranks_counterpart() -> None:
+    others = [Endpoint("tcp://127.0.0.1:4001", "h"), Endpoint("tcp://127.0.0.1:4002", "i")]
+    params = build_params([ENDPOINT, *others], OFFER, lease_s=60.0, num_bytes=0)
+    reference = read_params(msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=KVTransferParams))
+    assert reference is not None
+    ranks = [reference.in_rank(rank) for rank in range(4)]
+    assert [own.producer for own in ranks] == [ENDPOINT, *others, others[-1]]
+    assert [own.transfer_id for own in ranks] == ["g#0-n", "h#0-n", "i#0-n", "i#0-n"]
+    assert [OFFER.in_rank(own.generation).transfer_id for own in ranks] == [own.transfer_id for own in ranks]
+
+
+def test_ranks_listen_side_by_side() -> None:
+    context = build_context(Role.PREFILL, {"port": 4000}, parallel=(2, 1))
+    ranks = [dataclasses.replace(context, rank=rank) for rank in context.rank.all_ranks]
+    assert [parse_options(rank).port for rank in ranks] == [4000, 4001]
+    assert parse_options(dataclasses.replace(ranks[1], options={})).port == 0
+    with pytest.raises(ConfigError, match="port=65535 leaves no ports for 2 ranks"):
+        parse_options(dataclasses.replace(ranks[0], options={"port": 65535}))
 
 
 @pytest.mark.parametrize(

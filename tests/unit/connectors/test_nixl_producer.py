@@ -138,6 +138,15 @@ def test_each_question_of_a_reader_is_answered_once_and_moves_its_leases_end(des
     assert desk.take_sent(offer) == {}
 
 
+def test_an_answer_carries_the_number_of_the_last_question(desk: Desk) -> None:
+    offer = desk.offer()
+    for serial in (0, 1):
+        assert desk.say(wire.Open(offer.transfer_id, b"prompt", serial=serial)) == []
+    desk.take_checksums()
+    desk.say(wire.Open(offer.transfer_id, b"prompt", serial=7))
+    assert [reply.serial for _, reply in desk.replies if isinstance(reply, wire.Opened)] == [1, 7]
+
+
 def test_a_cancel_that_is_faster_than_the_engines_step_counts(desk: Desk) -> None:
     offer = desk.build_offer()
     desk.say(wire.Cancel(offer.transfer_id))
@@ -240,16 +249,27 @@ def test_another_prompts_open_harms_nobody(desk: Desk) -> None:
     assert desk.say(wire.Open(offer.transfer_id, b"prompt"), b"a") == []
 
 
-def test_a_consumer_of_another_model_is_told_what_differs(desk: Desk) -> None:
+def test_a_consumer_of_another_model_is_told_what_differs(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     other = build_context(Role.DECODE, {}, weights="other").identity
     (refused,) = desk.say(wire.Hello(other))
+    (record,) = caplog.records
+    assert "weights other here, weights-1 there" in record.getMessage()
     assert isinstance(refused, wire.Refused)
     assert "weights other here, weights-1 there" in refused.reason
     (refused,) = desk.say(wire.Hello(IDENTITY, version=99))
     assert isinstance(refused, wire.Refused)
     assert "protocol version 99 there" in refused.reason
+    assert len(caplog.records) == 1  # one in a while
     (welcome,) = desk.say(wire.Hello(IDENTITY))
     assert isinstance(welcome, wire.Welcome)
+
+
+def test_a_consumers_words_do_not_break_the_log(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    other = build_context(Role.DECODE, {}, weights="x\nERROR all is lost " + 10_000 * "x").identity
+    desk.say(wire.Hello(other))
+    (record,) = caplog.records
+    assert "\n" not in record.getMessage()
+    assert len(record.getMessage()) < 1000
 
 
 def test_the_agent_is_kept_going_while_somebody_may_need_it(desk: Desk) -> None:

@@ -19,7 +19,7 @@ from pdserve.connectors.base import (
     StepPlan,
 )
 from pdserve.connectors.nixl import NixlConnector
-from pdserve.connectors.nixl.messages import Endpoint, FilledBlocks, StepMetadata, read_params
+from pdserve.connectors.nixl.messages import Endpoint, FilledBlocks, Listening, StepMetadata, read_params
 from pdserve.connectors.nixl.scheduler import NixlScheduler
 from pdserve.connectors.testing import build_context
 from pdserve.connectors.testing.kv_content import TINY_SPEC
@@ -42,7 +42,7 @@ def make_request(
 @pytest.fixture
 def producer() -> NixlScheduler:
     scheduler = NixlConnector.build_scheduler(build_context(Role.PREFILL, {}))
-    scheduler.update_from_output(ConnectorOutput(messages=[Endpoint("tcp://127.0.0.1:4000", "g")]))
+    scheduler.update_from_output(ConnectorOutput(messages=[Listening(0, Endpoint("tcp://127.0.0.1:4000", "g"))]))
     return scheduler
 
 
@@ -242,6 +242,20 @@ def test_a_send_that_is_cancelled_goes_to_the_workers_once(producer: NixlSchedul
     metadata = producer.build_connector_metadata(IDLE)
     assert ([offer.request_id for offer in metadata.offers], metadata.cancelled_offers) == (["r"], ["r"])
     assert producer.build_connector_metadata(IDLE).is_empty
+
+
+def test_an_engine_of_several_ranks_offers_when_all_of_them_listen() -> None:
+    scheduler = NixlConnector.build_scheduler(build_context(Role.PREFILL, {}, parallel=(2, 1)))
+    endpoints = [Endpoint("tcp://127.0.0.1:4000", "g"), Endpoint("tcp://127.0.0.1:4001", "h")]
+    for rank in (1, 0):
+        assert scheduler.request_finished(make_request(), [1, 2, 3, 4], len(PROMPT), handoff=True) == FinishDecision()
+        scheduler.update_from_output(ConnectorOutput(messages=[Listening(rank, endpoints[rank])]))
+    params = scheduler.request_finished(make_request(), [1, 2, 3, 4], len(PROMPT), handoff=True).kv_transfer_params
+    reference = read_params(params)
+    assert reference is not None
+    assert [reference.in_rank(rank).producer for rank in range(2)] == endpoints
+    assert params is not None
+    assert params.num_bytes == 4 * TINY_SPEC.block_bytes
 
 
 def go_on(scheduler: NixlScheduler, num_computed_tokens: int, preempted: tuple[str, ...] = ()) -> StepMetadata:
