@@ -92,6 +92,8 @@ class InstanceServer:
         self._load = engine.get_load()
         self._busy_s = time.monotonic()
         """When something last happened but waiting for transfers."""
+        self._was_busy = False
+        """Whether it happened in the last turn."""
         self._drain_deadline_s: float | None = None
         self._warnings = RateLimitedWarning(logger)
 
@@ -119,10 +121,10 @@ class InstanceServer:
         for command in commands:
             self._handle(command)
         outputs: list[RequestOutput] = []
-        is_busy = bool(commands) or self._engine.has_work()
+        self._was_busy = bool(commands) or self._engine.has_work()
         if self._engine.has_work() or self._engine.has_transfers():
             outputs = self._engine.step()
-        if is_busy:
+        if self._was_busy:
             self._busy_s = time.monotonic()
         if self._watchdog is not None:
             self._watchdog.poll()
@@ -136,7 +138,8 @@ class InstanceServer:
         if self._engine.has_work():
             return 0
         if self._engine.has_transfers():
-            return get_transfer_poll_s(time.monotonic() - self._busy_s)
+            # A busy turn may leave something to be told to the connector: a sending that is due. It hears at once.
+            return 0 if self._was_busy else get_transfer_poll_s(time.monotonic() - self._busy_s)
         waits_s = [] if self._watchdog is None else [self._watchdog.get_wait_s()]
         if self._drain_deadline_s is not None:
             waits_s.append(max(self._drain_deadline_s - time.monotonic(), 0))

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from pdserve.engine.server import instance_server
 from pdserve.engine.server.inbox import Drain, Page, Scrape
 from pdserve.protocol import (
     MAX_FRAME_BYTES,
@@ -60,6 +61,23 @@ def test_one_message_carries_a_steps_outputs_of_all_requests(start_instance, wai
         router.finish(f"r{index}")
     sizes = [len(message.outputs) for message in router.others if hasattr(message, "outputs")]
     assert sizes == [1, 3]
+
+
+def test_transfers_are_looked_after_right_behind_the_last_request_and_when_the_engine_is_woken(
+    start_instance, wait, monkeypatch
+) -> None:
+    monkeypatch.setattr(instance_server, "get_transfer_poll_s", lambda waited_s: 3600.0)
+    instance = start_instance(session_timeout_s=600.0)  # its end would be a step's reason too
+    engine, router = instance.engine, instance.connect()
+    router.open()
+    engine.may_step.clear()
+    router.add("r1", [10], max_tokens=1)
+    wait(engine.in_step.is_set, "the request's step")
+    engine.holds_kv = True
+    engine.may_step.set()
+    wait(lambda: engine.num_steps == 2, "the step behind it")
+    instance.inbox.wake()
+    wait(lambda: engine.num_steps == 3, "the step that the connector asks for")
 
 
 def test_an_abort_ends_a_request_in_silence(start_instance, wait) -> None:
