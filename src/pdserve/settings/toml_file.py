@@ -34,7 +34,12 @@ SERVICE_SECTIONS = frozenset(
 )
 """Sections of all commands that may share a file; names only, because the leaf does not know the commands."""
 
-INSTANCE_MODEL_KEYS = frozenset(("dtype", "max_model_len", "quantization", "device", "kernel_backend", "num_threads"))
+INSTANCE_MODEL_KEYS = frozenset(
+    (
+        *("dtype", "max_model_len", "quantization", "device", "kernel_backend", "num_threads"),
+        *("tensor_parallel_size", "pipeline_parallel_size"),
+    )
+)
 """What instances know of ``[model]`` and routers, which have that section too, do not."""
 
 _PROCESSES = frozenset(process for process in PROCESS_OF_COMMAND.values() if process is not None)
