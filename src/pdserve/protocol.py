@@ -30,7 +30,7 @@ from pdserve.kv_layout import ModelIdentity
 
 T = TypeVar("T")
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _MAX_ERROR_CHARACTERS = 200
 
