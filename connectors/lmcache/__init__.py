@@ -7,11 +7,13 @@ fetched by its own key, nor under a salt, adapter or partial length of ours. In 
 What LMCache sees of a block is a value: header and payload in one piece, as `blocks.block_format` seals it. To
 LMCache such a value is one token of a model with a single layer, and a prompt is the list of its blocks' digests::
 
-    block key ──> LMCache key     model name = "pdserve-" + fingerprint, chunk hash = digest
+    block key ──> LMCache key     model name = "pdserve-" + fingerprint, chunk hash = digest, worker = rank
     block     ──> one MemoryObj   [2, 1, 1, value_bytes / 2] of uint8
 
 A digest covers tokens, length, adapter, salt and model, so partial blocks and salts need no more than that. LMCache
-verifies nothing of what it reads: the header in each value does, before a byte of it reaches KV memory.
+verifies nothing of what it reads: the header in each value does, before a byte of it reaches KV memory. Each rank
+of an engine has an LMCache engine of its own; lookups ask for the first one's shares, and another's that is gone is a
+failed load.
 
 A store; the halves are those of `connectors.blocks`. Lookups and promises go by what is shared alone, the tiers in
 front make loads quicker. Here is what LMCache adds:
@@ -30,13 +32,16 @@ front make loads quicker. Here is what LMCache adds:
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pdserve import env
 from pdserve.connectors.base import ConnectorContext, ConnectorFeatures
 from pdserve.connectors.blocks.asked_index import AskedIndex
+from pdserve.connectors.blocks.messages import StepMetadata
 from pdserve.connectors.blocks.scheduler import StoreScheduler
 from pdserve.connectors.lmcache.options import CONNECTOR_NAME, parse_options
+from pdserve.connectors.messages import MessageTypes
 
 if TYPE_CHECKING:
     from pdserve.connectors.blocks.worker import StoreWorker
@@ -51,7 +56,7 @@ if importlib.util.find_spec("lmcache") is None:
 class LMCacheConnector:
     """Builds the two halves, each with an LMCache engine of its own: they may live in different processes."""
 
-    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True, is_store=True)
+    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True, is_store=True, ranks=True)
 
     @classmethod
     def build_scheduler(cls, context: ConnectorContext) -> StoreScheduler:
@@ -80,3 +85,8 @@ class LMCacheConnector:
 
         options = parse_options(context)
         return StoreWorker(CONNECTOR_NAME, context, options, LMCacheStore(context, options))
+
+    @classmethod
+    def message_types(cls, options: Mapping[str, Any]) -> MessageTypes:
+        """The same whatever the options: the worker halves say nothing of their own."""
+        return MessageTypes(metadata=StepMetadata)

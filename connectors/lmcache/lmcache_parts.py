@@ -14,6 +14,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.token_database import TokenDatabase
 
 from pdserve.connectors.lmcache.retrieval import Retrieval
+from pdserve.kv_layout import Rank
 
 DTYPE = torch.uint8
 
@@ -23,10 +24,12 @@ class DigestDatabase(TokenDatabase):
 
     Args:
         model_name: in front of every key.
+        rank: whose shares of blocks; LMCache calls it a worker, of a world.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, rank: Rank) -> None:
         self._model_name = model_name
+        self._rank = rank
 
     def build_key(self, digest: bytes) -> CacheEngineKey:
         """LMCache's key of a block."""
@@ -41,7 +44,12 @@ class DigestDatabase(TokenDatabase):
 
     def _build_key(self, digest: int) -> CacheEngineKey:
         return CacheEngineKey(
-            self._model_name, world_size=1, worker_id=0, chunk_hash=digest, dtype=DTYPE, request_configs=None
+            self._model_name,
+            world_size=self._rank.size,
+            worker_id=self._rank.index,
+            chunk_hash=digest,
+            dtype=DTYPE,
+            request_configs=None,
         )
 
 

@@ -43,7 +43,7 @@ class LMCacheStore:
     """
 
     def __init__(self, context: ConnectorContext, options: LMCacheOptions) -> None:
-        self._format = BlockFormat(context.identity, context.spec)
+        self._format = BlockFormat(context.identity, context.spec, context.rank)
         self._timeout_s = options.timeout_s
         self._backoff = Backoff(time.monotonic)
         self._calls = DeadlineCalls("lmcache-call", options.num_calls)

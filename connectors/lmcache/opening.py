@@ -76,7 +76,7 @@ def _open(
         extra_config=_build_extra_config(options, directories),
         **settings,
     )
-    database = DigestDatabase(f"pdserve-{context.identity.fingerprint}")
+    database = DigestDatabase(f"pdserve-{context.identity.fingerprint}", context.rank)
     metadata = LMCacheMetadata(
         model_name="pdserve",
         world_size=1,

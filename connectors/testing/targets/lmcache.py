@@ -16,7 +16,7 @@ from pdserve.connectors.lmcache.retrieval import Retrieval
 from pdserve.connectors.testing.faults.full_disk import full_disk
 from pdserve.connectors.testing.faults.other_version import other_block_format
 from pdserve.connectors.testing.target import ConformanceTarget
-from pdserve.kv_layout import BlockKey
+from pdserve.kv_layout import BlockKey, Rank
 
 _SMALL_MEMORY_BYTES = 320 << 10
 _FORMAT_ENDING = "@uint8.data"
@@ -28,10 +28,11 @@ def quick_opening() -> AbstractContextManager[object]:
 
 
 class StoredFiles:
-    """LMCache's files as a vandal sees them."""
+    """One rank's shares in LMCache's files as a vandal sees them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, rank: Rank) -> None:
         self._root = root
+        self._worker = f"@{rank.size}@{rank.index}"
 
     def read(self, key: BlockKey) -> bytes | None:
         """The file's content."""
@@ -55,7 +56,7 @@ class StoredFiles:
         return path
 
     def _find(self, key: BlockKey) -> Path | None:
-        return next(self._root.glob(f"*@{int.from_bytes(key.digest):x}{_FORMAT_ENDING}"), None)
+        return next(self._root.glob(f"*{self._worker}@{int.from_bytes(key.digest):x}{_FORMAT_ENDING}"), None)
 
 
 class Target(ConformanceTarget):
@@ -69,9 +70,13 @@ class Target(ConformanceTarget):
         self._root = directory / "store"
         own_options = {"url": f"fs://{self._root}", "max_cpu_bytes": _SMALL_MEMORY_BYTES, "cpu_cache": False}
         super().__init__(connector, {**own_options, **options}, directory)
-        self.blocks = StoredFiles(self._root)
+        self.blocks = self.get_share(Rank())
         self._open = contextlib.ExitStack()
         self._open.enter_context(quick_opening())
+
+    def get_share(self, rank: Rank) -> StoredFiles:
+        """By the rank's names."""
+        return StoredFiles(self._root, rank)
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 from fake_instances import build_ready, run
 
@@ -72,6 +73,19 @@ def test_instance_of_another_model_is_refused_with_what_differs(role: Role, capl
         assert "weights w0 here, w1 there" in line
 
     with_fleet(test, decode=2)
+
+
+def test_instances_of_different_parallel_sizes_are_not_paired() -> None:
+    def test(fleet: Fleet) -> None:
+        come(fleet, fleet.decode.instances[0])
+        ready = build_ready(Role.PREFILL)
+        identity = msgspec.structs.replace(ready.identity, tensor_parallel_size=3)
+        other = fleet.prefill.instances[0]
+        come(fleet, other, msgspec.structs.replace(ready, identity=identity))
+        assert not other.is_usable
+        assert (other.refusal or "").endswith(": tensor_parallel_size 1 here, 3 there")
+
+    with_fleet(test)
 
 
 def test_refused_instance_defines_the_pool_once_all_others_are_gone() -> None:

@@ -23,7 +23,7 @@ from pdserve.connectors.lmcache.retrieval import Retrieval
 from pdserve.connectors.testing import build_context
 from pdserve.connectors.testing.kv_content import TINY_SPEC
 from pdserve.errors import ConfigError
-from pdserve.kv_layout import BlockHasher, BlockKey
+from pdserve.kv_layout import BlockHasher, BlockKey, Rank
 from pdserve.protocol import Role
 
 CONTEXT = build_context(Role.PREFILL, {})
@@ -124,15 +124,16 @@ class TestRetrieval:
         assert not any(self.memory.get_view(2))
 
 
-def test_keys_carry_model_and_digest_and_nothing_of_lmcaches_hashing() -> None:
+@pytest.mark.parametrize(("rank", "worker"), [(Rank(), "1@0"), (Rank(2, 3), "3@2"), (Rank(1, 2, 1, 2), "4@3")])
+def test_keys_carry_model_rank_and_digest_and_nothing_of_lmcaches_hashing(rank: Rank, worker: str) -> None:
     hasher = BlockHasher(CONTEXT.identity.fingerprint)
     keys = hasher.block_keys(list(range(9)), TINY_SPEC.block_size)
-    database = DigestDatabase(f"pdserve-{CONTEXT.identity.fingerprint}")
+    database = DigestDatabase(f"pdserve-{CONTEXT.identity.fingerprint}", rank)
     found = list(database.process_tokens(tokens=[int.from_bytes(key.digest) for key in keys], mask=None))
     assert [(start, end) for start, end, _ in found] == [(0, 1), (1, 2), (2, 3)]
     assert [key for _, _, key in found] == [database.build_key(key.digest) for key in keys]
     assert [key.to_string() for _, _, key in found] == [
-        f"pdserve-{CONTEXT.identity.fingerprint}@1@0@{int(key.hex, 16):x}@uint8" for key in keys
+        f"pdserve-{CONTEXT.identity.fingerprint}@{worker}@{int(key.hex, 16):x}@uint8" for key in keys
     ]
 
 
