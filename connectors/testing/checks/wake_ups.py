@@ -18,6 +18,7 @@ def every_end_wakes_the_engine(bench: Bench) -> None:
     decision = producer.prefill(name, prompt)
     if decision.expects_sent and not decision.hold_blocks:
         _sleep_until(bench, producer, lambda: name in producer.sent, "a sending")
+    producer.step()  # an engine's next one, in which the worker half hears what is held
     request_id, promised = bench.start_load(consumer, prompt, decision.kv_transfer_params)
     bench.require(promised == len(prompt), f"{promised} of {len(prompt)} tokens are promised", "R2")
     _sleep_until(bench, consumer, lambda: request_id in consumer.received, "a load")
