@@ -97,17 +97,17 @@ class RankWorkers:
     def start(
         self, plan: WorkerPlan, grammars: GrammarCompiler, wake_up: Callable[[], None] | None = None
     ) -> MultiProcExecutor:
-        """See `Workers.start`.
-
-        Connector halves in other processes wake nobody, the engine asks them from time to time. The loss of a worker
-        wakes it.
-        """
+        """See `Workers.start`."""
         self._pool.send(msgspec.msgpack.encode(plan))
         self._pool.collect(Started)
-        self._pool.watch(wake_up)
+        self._pool.watch(wake_up or _do_nothing)
         samples = [Shard(self.model_config, rank).samples for rank in self.rank.all_ranks]
         return MultiProcExecutor(self._pool, self._codec, self.rank.all_ranks, samples.index(True))
 
     def close(self) -> None:
         """See `Workers.close`."""
         self._pool.close()
+
+
+def _do_nothing() -> None:
+    """Nobody is to be woken."""

@@ -38,6 +38,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
         rendezvous: the file by which the stages find each other.
         exchange_fd: the memory that the ranks of the worker's stage share; None where it is the only one.
         buffer_fd: the shared memory of steps.
+        wake_fd: a pipe's end; what its connector half writes there wakes the engine.
         process_name: for its log.
         log_level: for its log.
     """
@@ -48,6 +49,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     rendezvous: str
     exchange_fd: int | None
     buffer_fd: int
+    wake_fd: int
     process_name: str
     log_level: str
 

@@ -58,8 +58,12 @@ class WorkerPool:
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self.is_lost = False
         self._ends_in_order = False
+        self._watcher: threading.Thread | None = None
         self._buffer = BroadcastBuffer.create()
-        self._exchange_fds = create_exchanges(ranks[0])
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        exchange_fds = create_exchanges(ranks[0])
+        self._fds = [self._wake_reader, self._wake_writer, *exchange_fds]
         self._rendezvous = Path(tempfile.mkdtemp(prefix="pdserve-ranks-"))
         log_level = logging.getLevelName(logging.getLogger("pdserve").getEffectiveLevel())
         for rank in ranks:
@@ -68,8 +72,9 @@ class WorkerPool:
                 directory=str(directory),
                 rank=rank,
                 rendezvous=str(self._rendezvous / "stages"),
-                exchange_fd=self._exchange_fds[rank.pipeline_parallel_rank] if self._exchange_fds else None,
+                exchange_fd=exchange_fds[rank.pipeline_parallel_rank] if exchange_fds else None,
                 buffer_fd=self._buffer.fd,
+                wake_fd=self._wake_writer,
                 process_name=f"{engine_name}/{rank.label}",
                 log_level=log_level,
             )
@@ -115,24 +120,15 @@ class WorkerPool:
                 answers[pending.pop(ready)] = answer
         return [answers[index] for index in range(len(self._ranks))]
 
-    def watch(self, on_loss: Callable[[], None] | None) -> None:
-        """Steps begin: notice from now on, also between them, when a process ends.
+    def watch(self, on_news: Callable[[], None]) -> None:
+        """Steps begin: notice from now on, also between them, what comes from the workers.
 
         Args:
-            on_loss: called then, on another thread.
+            on_news: called on another thread when a connector's half has something to report, or a process has ended.
         """
         self._ends_in_order = True
-        poll = select.poll()
-        for connection in self._connections:
-            poll.register(connection.fileno(), select.POLLRDHUP)
-
-        def notice() -> None:
-            poll.poll()
-            self.is_lost = True
-            if on_loss is not None and self._processes:
-                on_loss()
-
-        threading.Thread(target=notice, name="worker-watch", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, args=(on_news,), name="worker-watch", daemon=True)
+        self._watcher.start()
 
     def close(self) -> None:
         """End all workers, at once unless they serve steps and none has failed; idempotent."""
@@ -144,23 +140,40 @@ class WorkerPool:
                 self._ends_in_order = False
         for process in processes:
             self._end(process)
+        if self._watcher is not None:  # the end of the first process is its end
+            self._watcher.join()
+        self._watcher = None
         for connection in self._connections:
             connection.close()
         self._connections = []
         self._buffer.close()
-        for fd in self._exchange_fds:
+        for fd in self._fds:
             os.close(fd)
-        self._exchange_fds = []
+        self._fds = []
         self.end_rendezvous()
 
     def end_rendezvous(self) -> None:
         """The stages have found each other: what helped them goes, before anything can leave it behind."""
         shutil.rmtree(self._rendezvous, ignore_errors=True)
 
+    def _watch(self, on_news: Callable[[], None]) -> None:
+        poll = select.poll()
+        poll.register(self._wake_reader, select.POLLIN)
+        for connection in self._connections:
+            poll.register(connection.fileno(), select.POLLRDHUP)
+        while not self.is_lost:
+            for fd, _ in poll.poll():
+                if fd == self._wake_reader:
+                    os.read(fd, 4096)
+                else:
+                    self.is_lost = True
+            on_news()
+
     def _start(self, start: WorkerStart) -> None:
         connection, theirs = Pipe()
         with theirs:
-            fds = [theirs.fileno(), start.buffer_fd, *([] if start.exchange_fd is None else [start.exchange_fd])]
+            shared = (start.buffer_fd, start.wake_fd, start.exchange_fd)
+            fds = [theirs.fileno(), *(fd for fd in shared if fd is not None)]
             command = [sys.executable, "-m", "pdserve.engine.parallel.worker_process", str(fds[0])]
             self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds))
         self._connections.append(connection)

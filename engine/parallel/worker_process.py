@@ -5,12 +5,14 @@ Run as ``python -m pdserve.engine.parallel.worker_process FD``, where FD is its 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import signal
 import sys
 import threading
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -70,7 +72,8 @@ def _build_runner(start: WorkerStart, connection: Connection) -> tuple[ModelRunn
     plan = msgspec.msgpack.decode(connection.recv_bytes(), type=WorkerPlan)
     config = worker.model_config
     grammars = GrammarCompiler(Path(start.directory), config.vocab_size, frozenset(config.eos_token_ids))
-    return worker.build_runner(plan, grammars), Shard(config, start.rank).samples
+    runner = worker.build_runner(plan, grammars, partial(_wake_engine, start.wake_fd))
+    return runner, Shard(config, start.rank).samples
 
 
 def _serve(
@@ -81,6 +84,11 @@ def _serve(
         if not samples:
             runner.append_tokens(sampled_token_ids)
         connection.send_bytes(codec.encode_output(runner.execute_model(step)))
+
+
+def _wake_engine(fd: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # a full pipe wakes it already
+        os.write(fd, b"\0")
 
 
 def _answer(connection: Connection, answer: Answer) -> None:
@@ -100,6 +108,8 @@ def run() -> None:
     status = 1
     try:
         status = main()
+    except EOFError:
+        logger.warning("the engine's process has ended")
     except Exception:
         logger.exception("this worker failed, and the engine with it")
     finally:

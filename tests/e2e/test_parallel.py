@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "soak"))
 
 from tiny_model import build_tiny_model
 
+from pdserve.engine.config import build_config
+from pdserve.engine.core import EngineCore
 from pdserve.errors import ConfigError, EngineError
-from pdserve.protocol import AddRequest, SamplingParams
+from pdserve.protocol import AddRequest, Role, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=12, logprobs=3, prompt_logprobs=1, ignore_eos=True)
 PENALISED = SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.3, ignore_eos=True)
 PARAMS = (GREEDY, SEEDED, PENALISED)
+PROMPT = list(range(100, 140))
 SMALL: dict[str, Any] = {"num_blocks": 64, "max_num_batched_tokens": 48}
 
 
@@ -54,6 +58,16 @@ def find_workers(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     commands = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
     return [child for child, command in commands.items() if b"pdserve.engine.parallel.worker_process" in command]
+
+
+def settle(core: EngineCore) -> None:
+    """Step until there is nothing to do."""
+
+    def is_settled() -> bool:
+        core.step()
+        return not core.has_work() and not core.has_transfers()
+
+    wait_until(is_settled, "an end of work and transfers")
 
 
 def is_running(pid: int) -> bool:
@@ -88,14 +102,26 @@ def test_a_hand_off_between_engines_of_two_ranks_changes_nothing(
         pair.close()
 
 
-def test_a_lost_worker_ends_the_engine_and_the_other_workers(model: Path) -> None:
-    core = build_core(model=str(model), **SMALL, tensor_parallel_size=2)
+def test_workers_wake_the_engine_and_a_lost_one_ends_it_and_the_others(model: Path, tmp_path: Path) -> None:
+    woken = threading.Event()
+    store = {"connector": "shared_storage", "connector_options": {"path": str(tmp_path)}}
+    config = build_config(model=str(model), **SMALL, **store, tensor_parallel_size=2)
+    core = EngineCore.build(config, role=Role.PREFILL, engine_id="prefill", wake_up=woken.set)
     try:
         workers = find_workers(os.getpid())
         assert len(workers) == 2
-        core.add_request(AddRequest(request_id="a", prompt_token_ids=[5, 6, 7], sampling=GREEDY))
+        core.add_request(AddRequest(request_id="a", prompt_token_ids=PROMPT, sampling=GREEDY, handoff=True))
+        settle(core)
+        core.reset_prefix_cache()
+        woken.clear()
+        core.add_request(AddRequest(request_id="b", prompt_token_ids=PROMPT, sampling=GREEDY, handoff=True))
         core.step()
+        assert woken.wait(30), "nobody said that the blocks are loaded"
+        settle(core)
+        woken.clear()
         os.kill(workers[1], signal.SIGKILL)
+        assert woken.wait(30), "nobody said that a worker has ended"
+        assert core.has_transfers()
         with pytest.raises(EngineError, match=r"have ended: .*tp1of2-pp0of1 \(killed by signal 9\)"):
             core.step()
     finally:

@@ -52,6 +52,6 @@ def test_a_result_arrives_as_it_was() -> None:
 
 def test_a_worker_gets_the_settings_as_they_are() -> None:
     config = build_config(model="x", connector_options={"path": "/a", "n": 3, "nested": {"b": [True, None]}})
-    start = WorkerStart(config, "/m", RANK, "/r", 6, 5, "p", "INFO")
+    start = WorkerStart(config, "/m", RANK, "/r", 6, 5, 4, "p", "INFO")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(start), type=WorkerStart) == start
     assert dataclasses.asdict(config)["connector"]["connector_options"]["nested"] == {"b": [True, None]}
