@@ -24,7 +24,7 @@ from pdserve.grammars import LIMITS, build_grammar_error, build_source
 from pdserve.protocol import GrammarSpec
 from pdserve.text import Tokenizer, load_tokenizer
 
-_MAX_COMPILED = 16
+_MAX_COMPILED = 32
 _NOTHING_FOLLOWS = ("NoExtension", "NoExtensionBias")
 
 
