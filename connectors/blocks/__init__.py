@@ -10,7 +10,8 @@
     block_format.py   a stored block: header, checksum, verification
     block_memory.py   KV memory as bytes
     messages.py       what the two halves say to each other
-    staging.py, task_threads.py, failures.py, options.py
+    task_threads.py   reader and writer threads; cores.py: on which cores they wake
+    staging.py, failures.py, options.py
 
 Connectors that are no stores take the parts one by one. Nothing here knows of files, servers or peers.
 """

@@ -88,9 +88,9 @@ class BlockLoader:
             self._active[request.request_id] = load
             if not starts:
                 self._finish(load)
-        for start in starts:
-            end = min(start + size, len(request.blocks))
-            self._threads.submit(functools.partial(self._run_part, load, start, end, memory))
+        ends = (min(start + size, len(request.blocks)) for start in starts)
+        parts = zip(starts, ends, strict=True)
+        self._threads.submit(*(functools.partial(self._run_part, load, start, end, memory) for start, end in parts))
 
     def take_report(self) -> ConnectorOutput:
         """What ended since the last call."""

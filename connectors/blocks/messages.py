@@ -57,11 +57,13 @@ class StepMetadata(msgspec.Struct, frozen=True):
         loads: to begin before the forward pass.
         saves: to copy out after it.
         forgotten_request_ids: requests that ended without a report of their sending.
+        has_tokens: the step computes something.
     """
 
     loads: list[LoadRequest] = []
     saves: list[SaveRequest] = []
     forgotten_request_ids: list[str] = []
+    has_tokens: bool = False
 
 
 def pair_blocks(request: KVRequest, block_ids: Sequence[int], start: int, end: int) -> list[BlockTransfer]:

@@ -13,6 +13,7 @@ A request's sending has ended when the engine has announced the request's end an
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -116,11 +117,15 @@ class BlockSaver:
 
         It waits for nothing: a block that finds no room now is saved whole by `save`.
         """
-        if self._drafts is None:
+        self._threads.help_here()  # with what earlier steps left
+        if self._drafts is not None:
+            self._drafts.drop()
+        blocks = {block.digest: block for request in requests for block in request.blocks}
+        if not blocks or self._get_pause() is not None:
             return
-        self._drafts.drop()
-        if self._get_pause() is None:
-            blocks = {block.digest: block for request in requests for block in request.blocks}
+        if self._evicting_store is not None:
+            self._threads.submit(functools.partial(self._evicting_store.prepare, len(blocks)))
+        if self._drafts is not None:
             with self._lock:
                 wanted = [block for digest, block in blocks.items() if digest not in self._writing]
             self._drafts.begin((block for block in wanted if not self._store.has(block.key)), memory)
@@ -176,6 +181,9 @@ class BlockSaver:
                 if sender.failed:
                     report.failed_sending.add(request_id)
             report.stats, self._stats = self._stats, ConnectorStats()
+            is_awaited = bool(self._announced)
+        if is_awaited:
+            self._threads.help_here()
         self._release(ended.values())
         return report
 

@@ -83,7 +83,8 @@ class StoreScheduler:
         for request_id in plan.preempted_request_ids:
             if request_id in self._num_saved_blocks:
                 self._num_saved_blocks[request_id] = 0  # what the store lost meanwhile is saved again
-        metadata = StepMetadata(self._loads, self._build_saves(plan.scheduled), self._forgotten)
+        saves = self._build_saves(plan.scheduled)
+        metadata = StepMetadata(self._loads, saves, self._forgotten, has_tokens=bool(plan.scheduled))
         self._loads, self._forgotten = [], []
         return metadata
 

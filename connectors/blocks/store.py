@@ -104,6 +104,13 @@ class BlockStore(Protocol):
 class EvictingStore(Protocol):
     """A `BlockStore` that makes room by itself, and can be kept from removing what a hand-off needs. Thread-safe."""
 
+    def prepare(self, num_blocks: int) -> None:
+        """So many blocks are being computed, and are written soon, or never: do now what a write would wait for.
+
+        Called on writer threads, beside a forward pass. Evicts nothing.
+        """
+        ...
+
     def promise(self, keys: Sequence[BlockKey]) -> None:
         """Evict none of these, stored or not yet: rather fail to write others. Counts: each call wants a `release`."""
         ...

@@ -1,4 +1,4 @@
-"""A few daemon threads that run tasks in order of arrival."""
+"""A few daemon threads that run tasks in order of arrival, side by side on different cores where there are some."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+
+from pdserve.connectors.blocks.cores import get_allowed_cores, get_core, place
 
 logger = logging.getLogger(__name__)
 
@@ -31,42 +33,61 @@ def step_back(nice: int) -> None:
 class TaskThreads:
     """Threads with one queue.
 
-    They are daemons: a disk that never answers must not keep a process from ending.
+    They are daemons: a disk that never answers must not keep a process from ending. Where there are several cores, each
+    thread wakes on its share of those that the caller does not run on; who has none wakes on the caller's.
 
     Args:
         name: prefix of the threads' names.
         num_threads: how many; they start with the first task.
-        nice: how far they step back for others, see `step_back`; they also end their turn after each task then.
+        nice: how far they step back for others, see `step_back`.
+        spares_caller: who would wake on the caller's core sleeps on until `help_here`.
 
     Attributes:
         num_threads: as given.
+        ends_turns: those that step back also end their turn after each task: somebody else may need the core. May be
+            changed at any time.
     """
 
-    def __init__(self, name: str, num_threads: int, *, nice: int = 0) -> None:
+    def __init__(self, name: str, num_threads: int, *, nice: int = 0, spares_caller: bool = False) -> None:
         self._tasks: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._is_closed = False
         self.num_threads = num_threads
+        self.ends_turns = True
         self._nice = nice
+        self._spares_caller = spares_caller
         self._name = name
+        self._cores = get_allowed_cores()
         self._threads: list[threading.Thread] = []
+        self._asleep: list[_Sleeper] = []
 
-    def submit(self, task: Callable[[], None]) -> None:
-        """Run ``task`` soon; after `close`, drop it."""
-        with self._changed:
+    @property
+    def num_asleep(self) -> int:
+        """Threads that wait for tasks."""
+        with self._lock:
+            return len(self._asleep)
+
+    def submit(self, *tasks: Callable[[], None]) -> None:
+        """Run ``tasks`` soon; after `close`, drop them."""
+        with self._lock:
             if self._is_closed:
                 return
             if not self._threads:
                 self._start()
-            self._tasks.append(task)
-            self._changed.notify()
+            self._tasks.extend(tasks)
+            self._wake(len(tasks), on_own_core=not self._spares_caller)
+
+    def help_here(self) -> None:
+        """Tasks wait, and the caller is about to leave its core to who still sleeps."""
+        with self._lock:
+            self._wake(len(self._tasks), on_own_core=True)
 
     def close(self, timeout_s: float) -> bool:
         """Drop what has not begun and wait for the rest; whether all of it ended in time. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._tasks.clear()
-            self._changed.notify_all()
+            self._wake(self.num_threads, on_own_core=True)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -74,23 +95,57 @@ class TaskThreads:
 
     def _start(self) -> None:
         for index in range(self.num_threads):
-            thread = threading.Thread(target=self._run, name=f"{self._name}-{index}", daemon=True)
+            thread = threading.Thread(target=self._run, args=(index,), name=f"{self._name}-{index}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _run(self) -> None:
+    def _run(self, index: int) -> None:
         step_back(self._nice)
-        while (task := self._take()) is not None:
+        sleeper = _Sleeper(index)
+        while (task := self._take(sleeper)) is not None:
             try:
                 task()
             except Exception:
                 logger.exception("a task of %s failed", threading.current_thread().name)
             del task  # a waiting thread keeps nothing alive
-            if self._nice:
+            if self._nice and self.ends_turns:
                 time.sleep(_PAUSE_S)
 
-    def _take(self) -> Callable[[], None] | None:
-        with self._changed:
-            while not self._tasks and not self._is_closed:
-                self._changed.wait()
-            return self._tasks.popleft() if self._tasks else None
+    def _take(self, sleeper: _Sleeper) -> Callable[[], None] | None:
+        while True:
+            with self._lock:
+                if self._tasks:
+                    return self._tasks.popleft()
+                if self._is_closed:
+                    return None
+                self._asleep.append(sleeper)
+            sleeper.sleep()
+
+    def _wake(self, count: int, *, on_own_core: bool) -> None:
+        core = get_core()
+        others = [other for other in self._cores if other != core]
+        for sleeper in sorted(self._asleep, key=lambda asleep: asleep.index)[:count]:
+            share = others[sleeper.index :: self.num_threads]
+            if share or on_own_core or not others:
+                self._asleep.remove(sleeper)
+                if others:
+                    place(sleeper.thread_id, share or [core])
+                sleeper.wake()
+
+
+class _Sleeper:
+    """One thread's sleep; built on that thread."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.thread_id = threading.get_native_id()
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def sleep(self) -> None:
+        """Until `wake`, also when that came first."""
+        self._gate.acquire()
+
+    def wake(self) -> None:
+        """Called once for each `sleep`."""
+        self._gate.release()

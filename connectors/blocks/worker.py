@@ -55,7 +55,7 @@ class StoreWorker:
         self._store = store
         self._staging = StagingPool(num_slots, block_format.value_bytes, clock)
         self._readers = TaskThreads("kv-load", options.reader_threads, nice=options.reader_nice)
-        self._writers = TaskThreads("kv-save", options.writer_threads)
+        self._writers = TaskThreads("kv-save", options.writer_threads, spares_caller=True)
         self._loader = BlockLoader(
             store, context.spec.block_bytes, self._readers, warnings, timeout_s=options.load_timeout_s, clock=clock
         )
@@ -97,6 +97,7 @@ class StoreWorker:
         self._step_saves = metadata.saves
         if self._memory is not None:
             self._saver.begin_step(metadata.saves, self._memory)
+            self._readers.ends_turns = metadata.has_tokens
             for load in metadata.loads:
                 self._loader.start(load, self._memory)
 

@@ -9,6 +9,7 @@ for each write when the sum passes the limit. Two engines never get one file, fo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import threading
@@ -79,6 +80,15 @@ class CapacityKeeper:
                 self._promises[key.hex] -= 1
                 if not self._promises[key.hex]:
                     del self._promises[key.hex]
+
+    def prepare(self, num_files: int) -> None:
+        """Take an inventory if one of the next ``num_files`` writes is likely to need it: it need not wait then."""
+        with self._lock:
+            is_full = self._used_bytes + num_files * self._file_bytes > self._limit_bytes
+            is_old = self._clock() >= self._inventory_due - _INVENTORY_INTERVAL_S / 2
+            if is_old or (is_full and len(self._oldest) < num_files):
+                with contextlib.suppress(OSError):  # a write will tell
+                    self._take_inventory()
 
     def open_file(self, key: BlockKey) -> UnpublishedFile:
         """A temporary file for ``key`` that fits below the limit: a new one, or that of an evicted block.

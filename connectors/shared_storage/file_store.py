@@ -56,6 +56,10 @@ class FileStore:
         """These files may be written over."""
         self._capacity.release(keys)
 
+    def prepare(self, num_blocks: int) -> None:
+        """Know what is there, and what can go."""
+        self._capacity.prepare(num_blocks)
+
     def begin_draft(self, key: BlockKey) -> FileDraft:
         """Begin a file that nobody finds yet."""
         return FileDraft(self._format, self._capacity, key)

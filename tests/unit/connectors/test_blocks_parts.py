@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pdserve.connectors.blocks.block_memory import BlockMemory
+from pdserve.connectors.blocks.cores import get_allowed_cores
 from pdserve.connectors.blocks.failures import Backoff, WarningLimiter
 from pdserve.connectors.blocks.staging import StagingPool
 from pdserve.connectors.blocks.task_threads import TaskThreads
@@ -114,6 +115,57 @@ def test_nice_threads_let_others_go_first_and_nobody_else_does() -> None:
     assert threads.close(30)
     assert found == [min(before + 3, 19)]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def run_where_threads_wake(threads: TaskThreads, num_tasks: int, *, helps: bool) -> list[set[int]]:
+    """The cores that each of the tasks, which wait for each other, may run on."""
+    cores: list[set[int]] = []
+    together = threading.Barrier(num_tasks)
+
+    def look() -> None:
+        together.wait(30)
+        cores.append(os.sched_getaffinity(0))
+        together.wait(30)
+        done.release()
+
+    for is_warm in (False, True):  # threads that start are where the system puts them
+        cores.clear()
+        done = threading.Semaphore(0)
+        threads.submit(*[look] * num_tasks)
+        if helps and is_warm:
+            threads.help_here()
+        for _ in range(num_tasks):
+            assert done.acquire(timeout=30)
+        deadline = time.monotonic() + 30
+        while threads.num_asleep < threads.num_threads:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    return cores
+
+
+@pytest.mark.skipif(len(get_allowed_cores()) < 2, reason="there is one core")
+@pytest.mark.parametrize("spares_caller", [False, True])
+def test_threads_wake_on_different_cores(spares_caller: bool) -> None:
+    threads = TaskThreads("kv-test", 2, spares_caller=spares_caller)
+    first, second = run_where_threads_wake(threads, 2, helps=spares_caller)
+    assert threads.close(30)
+    assert first.isdisjoint(second)
+    assert first | second <= set(get_allowed_cores())
+
+
+@pytest.mark.skipif(len(get_allowed_cores()) != 2, reason="with more cores there is one for each")
+def test_who_shares_the_callers_core_waits_until_it_is_left() -> None:
+    threads = TaskThreads("kv-test", 2, spares_caller=True)
+    run_where_threads_wake(threads, 2, helps=True)
+    began, gate, others = threading.Event(), threading.Event(), threading.Event()
+    threads.submit(lambda: (began.set(), gate.wait(30))[0])
+    assert began.wait(30)
+    threads.submit(others.set)
+    assert threads.num_asleep == 1
+    threads.help_here()  # one that hangs keeps no other from its tasks
+    assert others.wait(30)
+    gate.set()
+    assert threads.close(30)
 
 
 def test_closing_does_not_wait_for_ever() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -303,3 +304,27 @@ def test_what_is_given_up_makes_room_again(directory, clock, tmp_path: Path) -> 
     (tmp_path / "tmp").unlink()
     write(capacity, 1)
     assert present(directory, range(2)) == [0, 1]
+
+
+def test_prepared_writes_take_no_inventory(directory, clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(10):
+        put(directory, tmp_path, number, age_s=1000 - number)
+    capacity = keeper(directory, clock, max_bytes=1000)
+    capacity.prepare(4)
+    clock.now += 20  # soon the inventory is too old
+    capacity.prepare(4)
+    assert present(directory, range(10)) == list(range(10))  # nothing is evicted before its room is needed
+    monkeypatch.setattr(directory, "list_files", lambda: pytest.fail("a write took an inventory"))
+    clock.now += 11
+    for number in range(20, 24):
+        write(capacity, number)
+    assert present(directory, range(10)) == list(range(4, 10))
+
+
+def test_a_directory_that_is_gone_is_told_by_the_write(directory, clock, tmp_path: Path) -> None:
+    put(directory, tmp_path, 0, age_s=1)
+    capacity = keeper(directory, clock, max_bytes=1000)
+    shutil.rmtree(tmp_path)
+    capacity.prepare(1)
+    with pytest.raises(FileNotFoundError):
+        capacity.open_file(key_of(1))
