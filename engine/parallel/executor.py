@@ -86,8 +86,9 @@ class RankWorkers:
         )
         self._codec = build_step_codec(config.connector, self.rank)
         self.device = torch.device("cpu")
-        self._pool = WorkerPool(config, directory, self.rank.all_ranks, engine_name)
+        self._pool = WorkerPool(self.rank.all_ranks)
         try:
+            self._pool.start(config, directory, engine_name)
             self.numerics = self._pool.collect(Loaded)[0].numerics
             self._pool.end_rendezvous()
         except BaseException:

@@ -39,10 +39,7 @@ class WorkerPool:
     """One process for each rank. Used by one thread; another one watches the processes.
 
     Args:
-        config: the engine's settings.
-        directory: the model's files.
         ranks: all of the engine's, in order.
-        engine_name: for the workers' logs.
 
     Raises:
         ConfigError: this system cannot run them.
@@ -51,7 +48,7 @@ class WorkerPool:
         is_lost: a process has ended that was not told to; known only while they are watched.
     """
 
-    def __init__(self, config: EngineConfig, directory: Path, ranks: Sequence[Rank], engine_name: str) -> None:
+    def __init__(self, ranks: Sequence[Rank]) -> None:
         self._ranks = ranks
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
@@ -62,23 +59,32 @@ class WorkerPool:
         self._buffer = BroadcastBuffer.create()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
-        exchange_fds = create_exchanges(ranks[0])
-        self._fds = [self._wake_reader, self._wake_writer, *exchange_fds]
+        self._exchange_fds = create_exchanges(ranks[0])
+        self._fds = [self._wake_reader, self._wake_writer, *self._exchange_fds]
         self._rendezvous = Path(tempfile.mkdtemp(prefix="pdserve-ranks-"))
+
+    def start(self, config: EngineConfig, directory: Path, engine_name: str) -> None:
+        """Start the processes, once; they begin to load the model.
+
+        Args:
+            config: the engine's settings.
+            directory: the model's files.
+            engine_name: for the workers' logs.
+        """
         log_level = logging.getLevelName(logging.getLogger("pdserve").getEffectiveLevel())
-        for rank in ranks:
+        for rank in self._ranks:
             start = WorkerStart(
                 config=config,
                 directory=str(directory),
                 rank=rank,
                 rendezvous=str(self._rendezvous / "stages"),
-                exchange_fd=exchange_fds[rank.pipeline_parallel_rank] if exchange_fds else None,
+                exchange_fd=self._exchange_fds[rank.pipeline_parallel_rank] if self._exchange_fds else None,
                 buffer_fd=self._buffer.fd,
                 wake_fd=self._wake_writer,
                 process_name=f"{engine_name}/{rank.label}",
                 log_level=log_level,
             )
-            self._start(start)
+            self._start_one(start)
 
     def send(self, frame: bytes) -> None:
         """The same frame to all workers.
@@ -146,11 +152,11 @@ class WorkerPool:
         for connection in self._connections:
             connection.close()
         self._connections = []
+        self.end_rendezvous()
         self._buffer.close()
         for fd in self._fds:
             os.close(fd)
         self._fds = []
-        self.end_rendezvous()
 
     def end_rendezvous(self) -> None:
         """The stages have found each other: what helped them goes, before anything can leave it behind."""
@@ -169,7 +175,7 @@ class WorkerPool:
                     self.is_lost = True
             on_news()
 
-    def _start(self, start: WorkerStart) -> None:
+    def _start_one(self, start: WorkerStart) -> None:
         connection, theirs = Pipe()
         with theirs:
             shared = (start.buffer_fd, start.wake_fd, start.exchange_fd)
