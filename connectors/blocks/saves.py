@@ -8,12 +8,14 @@ A block's way::
     copy into a staging buffer ───queue────> checksum, write in batches ──> settle everybody who waits for the key
 
 Layer-wise, copies and writes begin while the forward pass runs (`drafts`); nobody waits for a block before it ended.
-A request's sending has ended when the engine has announced the request's end and none of its keys is being written.
+A request's sending has ended when the engine has announced the request's end and none of its keys is being written, or
+when a write does not end: then it has failed, and only the thread that hangs and its staging buffer are tied up.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections import deque
@@ -31,6 +33,10 @@ from pdserve.connectors.blocks.store import BlockStore, EvictingStore, SealedBlo
 from pdserve.connectors.blocks.task_threads import TaskThreads
 from pdserve.kv_layout import BlockKey
 
+# An ended request waits so long for the next of its writes to end: longer than any that goes on, and no longer than
+# computing a prompt anew.
+_STUCK_AFTER_S = 5.0
+
 
 @dataclass(slots=True, eq=False)
 class _Sender:
@@ -43,6 +49,8 @@ class _Sender:
         promised: keys that the store keeps until this request's sending has ended: later blocks of a prompt do not
             evict its first ones.
         is_announced: the request has ended, and its sending is to be reported.
+        deadline: when nobody waits any longer for the next of its writes to end.
+        is_given_up: that time came, and the sending was reported as failed.
     """
 
     pending: set[bytes] = field(default_factory=set)
@@ -50,6 +58,8 @@ class _Sender:
     num_bytes: int = 0
     promised: list[BlockKey] = field(default_factory=list)
     is_announced: bool = False
+    deadline: float = math.inf
+    is_given_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +182,14 @@ class BlockSaver:
                     self._stats.count_failure("unknown")
                 else:
                     sender.is_announced = True
+                    sender.deadline = self._clock() + _STUCK_AFTER_S
                     self._announced[request_id] = sender
-            ended = {request_id: sender for request_id, sender in self._announced.items() if not sender.pending}
+            self._give_up_late()
+            ended = {
+                request_id: sender
+                for request_id, sender in self._announced.items()
+                if not sender.pending or sender.is_given_up
+            }
             for request_id, sender in ended.items():
                 del self._announced[request_id]
                 report.finished_sending.add(request_id)
@@ -186,6 +202,17 @@ class BlockSaver:
             self._threads.help_here()
         self._release(ended.values())
         return report
+
+    def _give_up_late(self) -> None:
+        """Whoever waits for a write that does not end is told that it failed; it may end whenever it likes."""
+        now = self._clock()
+        for sender in self._announced.values():
+            if sender.pending and now >= sender.deadline:
+                sender.is_given_up = True
+                sender.failed |= sender.pending
+                self._stats.count_failure("timeout")
+                message = f"{self._store.place} has not ended a write for {_STUCK_AFTER_S:g} s: KV is not offered"
+                self._warnings.warn("stuck", message)
 
     def _promise(self, sender: _Sender, keys: list[BlockKey]) -> None:
         if self._evicting_store is not None:
@@ -305,6 +332,9 @@ class BlockSaver:
             senders = self._writing.pop(digest)
             for sender in senders:
                 sender.pending.discard(digest)
+                sender.deadline = self._clock() + _STUCK_AFTER_S
+                if sender.is_given_up:
+                    self._stats.count_failure("late")
                 if result.failure is None:
                     sender.failed.discard(digest)
                 else:
