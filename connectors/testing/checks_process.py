@@ -13,7 +13,6 @@ import multiprocessing.connection
 import os
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,7 +75,8 @@ def run_checks_apart(
     patience, results = patience or Patience(), list[CheckResult]()
     while True:
         rest = checks[len(results) :]
-        own_directory = Path(tempfile.mkdtemp(dir=directory))
+        own_directory = directory / str(len(results))  # a short name: unix sockets lie below it
+        own_directory.mkdir()
         assignment = Assignment(
             connector,
             options,
