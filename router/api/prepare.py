@@ -119,6 +119,8 @@ async def prepare_chat(service: RouterService, fields: ChatFields) -> PreparedRe
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     tools = read_tools(fields.tools, fields.tool_choice, has_place=service.chat_template.takes_tools)
+    if fields.parallel_tool_calls is False:
+        tools = tools.with_one_call()
     asked = await _check_grammar(tools.build_grammar(service.message_format, service.tokenizer, find_grammar(fields)))
     sampling = build_sampling(
         fields,

@@ -175,6 +175,7 @@ class ChatFields(GenerationFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeFields(msgspec.Struct, kw_only=True):

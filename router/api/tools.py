@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +25,27 @@ class AskedTools:
         definitions: what the chat template shows; None for none.
         names: functions that the answer may call.
         must_call: the answer is nothing but calls.
-        is_single: of exactly one function, and one call.
+        is_single: the calls that must come are one.
     """
 
     definitions: list[Mapping[str, Any]] | None = None
     names: frozenset[str] = frozenset()
     must_call: bool = False
     is_single: bool = False
+
+    def with_one_call(self) -> AskedTools:
+        """The same, of which no answer has a second call.
+
+        Raises:
+            RequestError: without a grammar nobody can see to that.
+        """
+        if not self.must_call:
+            raise RequestError(
+                "parallel_tool_calls may be false only where tool_choice forces a call",
+                param="parallel_tool_calls",
+                code="unsupported_parameter",
+            )
+        return dataclasses.replace(self, is_single=True)
 
     def build_grammar(
         self, message_format: MessageFormat, tokenizer: Tokenizer, content: AskedGrammar | None

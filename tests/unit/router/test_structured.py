@@ -69,16 +69,18 @@ def test_who_asks_for_nothing_gets_none(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "is_single", "names"),
+    ("choice", "is_parallel", "is_single", "names"),
     [
-        ("required", False, {"f", "g"}),
-        ({"type": "function", "function": {"name": "g"}}, True, {"g"}),
+        ("required", None, False, {"f", "g"}),
+        ("required", True, False, {"f", "g"}),
+        ("required", False, True, {"f", "g"}),
+        ({"type": "function", "function": {"name": "g"}}, None, True, {"g"}),
     ],
 )
 def test_calls_that_must_come_are_a_grammar_also_where_the_template_shows_no_tools(
-    choice: Any, is_single: bool, names: set[str]
+    choice: Any, is_parallel: bool | None, is_single: bool, names: set[str]
 ) -> None:
-    grammar = find_grammar(CHAT, {"tools": TOOLS, "tool_choice": choice})
+    grammar = find_grammar(CHAT, {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": is_parallel})
     assert grammar is not None
     assert grammar.kind is GrammarKind.LARK
     assert {name for name in ("f", "g") if json.dumps(f'{{"name": "{name}"')[1:-1] in grammar.text} == names
