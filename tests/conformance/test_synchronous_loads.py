@@ -15,12 +15,15 @@ import pytest
 from pdserve.connectors.base import ConnectorContext, KVRequest, MatchResult
 from pdserve.connectors.blocks.messages import LoadRequest, StepMetadata
 from pdserve.connectors.memory import MemoryConnector, MemoryScheduler, MemoryWorker
+from pdserve.connectors.multi import MultiConnector
+from pdserve.connectors.multi.children import Child
 from pdserve.connectors.testing import Bench, Level
 from pdserve.connectors.testing.checks import get_checks
 from pdserve.connectors.testing.engines.load import ask, build_questions, engine_pair
 from pdserve.connectors.testing.patience import Patience
 from pdserve.connectors.testing.runner import Verdict, run_checks
-from pdserve.connectors.testing.targets import memory
+from pdserve.connectors.testing.target import ConformanceTarget
+from pdserve.connectors.testing.targets import memory, multi
 
 
 class SyncScheduler(MemoryScheduler):
@@ -73,6 +76,22 @@ def test_the_kit_passes_it(tmp_path: Path) -> None:
     target = memory.Target(SyncConnector, {}, tmp_path)
     results = run_checks(target, get_checks(max_level=Level.CONTRACT), patience=Patience(5.0))
     assert [result.reason for result in results if result.verdict is Verdict.FAIL] == []
+
+
+class Composition(multi.Target):
+    """Each child with a store of its own, in this process."""
+
+    def _open_part(self, child: Child) -> ConformanceTarget:
+        return memory.Target(child.connector, child.options, self.directory)
+
+
+def test_the_kit_passes_a_composition_of_both_ways(tmp_path: Path) -> None:
+    children = [{"connector": kind} for kind in (f"{__name__}:SyncConnector", "memory")]
+    target = Composition(MultiConnector, {"children": children}, tmp_path)
+    checks = [check for check in get_checks(max_level=Level.CONTRACT) if check.rule in ("R1", "R2", "R4", "R8", "R17")]
+    results = run_checks(target, checks, patience=Patience(5.0))
+    assert [result.reason for result in results if result.verdict is Verdict.FAIL] == []
+    assert {"R1", "R2", "R4", "R8", "R17"} == {r.check.rule for r in results if r.verdict is Verdict.PASS}
 
 
 @pytest.mark.parametrize("settings", [{}, {"decode": {"max_num_batched_tokens": 20}}, {"decode": {"num_blocks": 22}}])

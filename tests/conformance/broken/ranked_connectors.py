@@ -106,6 +106,26 @@ def breaks(
     BROKEN.append((type(name, (RankedStore,), {"scheduler_type": scheduler, "worker_type": worker}), rule))
 
 
+# --- R9: one completion for each load ---------------------------------------------------------------------------
+
+
+class TheLastRankRepeatsItself(RankedWorker):
+    """Tells of each load's end twice, in two steps."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.reported: set[str] = set()
+
+    def report_loads(self, output: ConnectorOutput) -> None:
+        again, self.reported = self.reported, set()
+        super().report_loads(output)
+        if self.context.rank.index > 0:
+            self.reported = set(output.finished_receiving)
+            output.finished_receiving |= again
+
+
+breaks("R9", worker=TheLastRankRepeatsItself)
+
 # --- R12: ranks take the minimum ------------------------------------------------------------------------------
 
 
