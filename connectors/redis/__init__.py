@@ -7,6 +7,7 @@ is what a server adds:
     server.py       connections by key, exchanges of many commands, back to life after failures
     channel.py      one connection during an exchange: commands out, replies in, before a deadline
     redis_store.py  reads and writes
+    reads.py        values in pieces, asked for ahead, over several connections
     lookup.py       what the server holds, for `AskedIndex`
 
 A server that is slow, full, restarting or gone costs a bounded wait and then nothing: prompts are computed. What is
@@ -20,7 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pdserve.connectors.base import ConnectorContext, ConnectorFeatures
 from pdserve.connectors.blocks.asked_index import AskedIndex
+from pdserve.connectors.blocks.messages import StepMetadata
 from pdserve.connectors.blocks.scheduler import StoreScheduler
+from pdserve.connectors.messages import MessageTypes
 from pdserve.connectors.redis.lookup import RedisLookup
 from pdserve.connectors.redis.options import CONNECTOR_NAME, get_server_url, parse_options
 from pdserve.connectors.redis.server import RedisServer
@@ -34,7 +37,14 @@ __all__ = ["RedisConnector"]
 class RedisConnector:
     """Builds the two halves."""
 
-    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(can_save=True, can_load=True, is_store=True)
+    features: ClassVar[ConnectorFeatures] = ConnectorFeatures(
+        can_save=True, can_load=True, is_store=True, wakes_engine=True, ranks=True
+    )
+
+    @classmethod
+    def message_types(cls, options: Mapping[str, Any]) -> MessageTypes:
+        """The same whatever the options: the worker halves say nothing of their own."""
+        return MessageTypes(metadata=StepMetadata)
 
     @classmethod
     def get_server(cls, options: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ Reference: Redis serialization protocol specification, https://redis.io/docs/lat
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 from collections.abc import Callable, Sequence
@@ -43,11 +44,19 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command about one key; ``arguments`` follow the key."""
+    """A command about one key.
+
+    Attributes:
+        name: what to do.
+        key: with what.
+        arguments: follow the key.
+        lane: commands of one lane share a connection and are answered in order; lanes run side by side.
+    """
 
     name: bytes
     key: bytes
     arguments: tuple[Part, ...] = ()
+    lane: int = 0
 
 
 class ProtocolError(Exception):
@@ -62,17 +71,22 @@ class Channel:
         deadline: on ``clock``; nothing waits beyond it.
         clock: monotonic seconds.
 
+    Attributes:
+        deadline: may be put off.
+
     Raises:
         redis.RedisError: no connection within the pool's own timeout, or the server refuses the user.
     """
 
     def __init__(self, pool: redis.ConnectionPool, deadline: float, clock: Callable[[], float]) -> None:
         self._pool = pool
-        self._deadline = deadline
+        self.deadline = deadline
         self._clock = clock
         self._connection = pool.get_connection()
         # redis-py gives its socket to parsers only, under this name.
         self._socket: socket.socket = self._connection._sock
+        # A call that would have to wait says so, and only then is waited for: most often there is something to receive.
+        self._socket.setblocking(False)
         if self._socket.family == socket.AF_UNIX:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
         self._bytes = bytearray(_BUFFER_BYTES)
@@ -98,11 +112,13 @@ class Channel:
         self._num_owed += 1
 
     def flush(self) -> None:
-        """Send what is queued.
+        """Send what is queued, if anything.
 
         Raises:
             OSError: the connection broke, or the deadline passed (TimeoutError).
         """
+        if not (self._unsent or self._text):
+            return
         parts = [*self._unsent, memoryview(b"".join(self._text))]
         self._unsent.clear()
         self._text.clear()
@@ -214,27 +230,43 @@ class Channel:
 
     def _send(self, parts: Sequence[memoryview]) -> int:
         """Send a beginning of ``parts``; how many bytes went."""
-        self._socket.settimeout(self._get_remaining_s())
-        return self._socket.send(parts[0]) if self._is_tls else self._socket.sendmsg(parts)
+        while True:
+            self._get_remaining_s()  # also who always finds something ends in time
+            try:
+                return self._socket.send(parts[0]) if self._is_tls else self._socket.sendmsg(parts)
+            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError) as error:
+                self._wait(select.POLLIN if isinstance(error, ssl.SSLWantReadError) else select.POLLOUT)
 
     def _receive(self, target: memoryview) -> int:
         """Receive into ``target``, and what follows it into the buffer, which is empty; how much of ``target`` came.
 
         The next reply's beginning costs no call of its own then.
         """
-        self._socket.settimeout(self._get_remaining_s())
-        if self._is_tls:
-            count = self._socket.recv_into(target or self._buffer)
-        else:
-            count = self._socket.recvmsg_into([target, self._buffer])[0]
+        count = self._receive_some(target)
         if count == 0:
             raise ProtocolError("the server closed the connection")
         count_of_target = min(count, len(target))
         self._start, self._end = 0, count - count_of_target
         return count_of_target
 
+    def _receive_some(self, target: memoryview) -> int:
+        while True:
+            self._get_remaining_s()  # also who always finds something ends in time
+            try:
+                if self._is_tls:
+                    return self._socket.recv_into(target or self._buffer)
+                return self._socket.recvmsg_into([target, self._buffer])[0]
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+                self._wait(select.POLLOUT if isinstance(error, ssl.SSLWantWriteError) else select.POLLIN)
+
+    def _wait(self, event: int) -> None:
+        """Wait until something can be received, or sent, or the deadline has come."""
+        poll = select.poll()
+        poll.register(self._socket, event)
+        poll.poll(self._get_remaining_s() * 1e3)
+
     def _get_remaining_s(self) -> float:
-        remaining = self._deadline - self._clock()
+        remaining = self.deadline - self._clock()
         if remaining <= 0:
             raise TimeoutError
         return remaining

@@ -67,9 +67,9 @@ class RedisOptions(TransferOptions):
         tls_key_file: its key.
         prefix: in front of every key.
         ttl_s: a block that nobody used for so long goes; 0 = blocks stay until the server evicts them.
-        timeout_s: longest wait for the answers to one batch.
+        timeout_s: longest wait for an answer, counted from the last question.
         lookup_timeout_s: longest wait of a request for its lookup; then its prompt is computed.
-        max_batch_bytes: bound of what one exchange with the server carries.
+        max_batch_bytes: bound of what one exchange with the server carries when saving.
         reader_threads: as for all stores; a second reader drives the server onto the core of decode's forward pass.
         writer_threads: as for all stores; with two, one prepares a batch while the server takes the other's.
     """

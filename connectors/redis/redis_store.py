@@ -1,13 +1,14 @@
-"""Blocks as values: one for each, read straight into KV memory, written and looked for in bounded batches."""
+"""Blocks as values, one for each: read straight into KV memory, written and looked for in bounded batches."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Generator, Iterator, Sequence
 
 from pdserve.connectors.base import ConnectorContext
-from pdserve.connectors.blocks.block_format import HEADER_BYTES, BlockFormat
+from pdserve.connectors.blocks.block_format import BlockFormat
 from pdserve.connectors.blocks.block_memory import BlockMemory
 from pdserve.connectors.blocks.failures import Failure, InvalidBlockError
 from pdserve.connectors.blocks.messages import BlockTransfer
@@ -15,11 +16,16 @@ from pdserve.connectors.blocks.store import SealedBlock, WriteResult
 from pdserve.connectors.redis.channel import Channel, Command
 from pdserve.connectors.redis.keys import KeyNames
 from pdserve.connectors.redis.options import CONNECTOR_NAME, RedisOptions
+from pdserve.connectors.redis.reads import ValueReader
 from pdserve.connectors.redis.server import ExchangeError, RedisServer
 from pdserve.errors import ConfigError
 from pdserve.kv_layout import BlockKey
 
 logger = logging.getLogger(__name__)
+
+# A load is read in one go; what the server is asked for at a time is bounded there.
+_WHOLE_LOAD = sys.maxsize
+_BROKEN_OFF = Failure("io", "reading it was broken off")
 
 
 class RedisStore:
@@ -33,12 +39,13 @@ class RedisStore:
 
     def __init__(self, server: RedisServer, context: ConnectorContext, options: RedisOptions) -> None:
         self._server = server
-        self._names = KeyNames(options.prefix, context.identity)
-        self._format = BlockFormat(context.identity, context.spec)
+        self._names = KeyNames(options.prefix, context.identity, context.rank)
+        self._format = BlockFormat(context.identity, context.spec, context.rank)
         self._ttl = b"%d" % options.ttl_s if options.ttl_s else None
+        self._reader = ValueReader(self._names, self._format, self._ttl)
         self.place = server.place
-        self.blocks_per_read = max(options.max_batch_bytes // self._format.value_bytes, 1)
-        self.blocks_per_write = self.blocks_per_read
+        self.blocks_per_read = _WHOLE_LOAD
+        self.blocks_per_write = max(options.max_batch_bytes // self._format.value_bytes, 1)
 
     def check_access(self) -> None:
         """Ask one question, so that a wrong password is told at start.
@@ -48,8 +55,8 @@ class RedisStore:
         """
         failure: Failure | int
         try:
-            with self._server.exchange([Command(b"STRLEN", self._names.prefix)]) as channels:
-                failure = channels[0].read_number()
+            with self._server.exchange() as exchange:
+                failure = exchange.ask([Command(b"STRLEN", self._names.prefix)])[0].read_number()
         except ExchangeError as error:
             failure = error.failure
         if not isinstance(failure, Failure):
@@ -66,12 +73,16 @@ class RedisStore:
         return False
 
     def read(self, blocks: Sequence[BlockTransfer], memory: BlockMemory) -> Generator[Failure | None]:
-        """Ask for all, and take the answers one by one; what was used lives on for another TTL."""
-        commands = [self._build_get(block.digest) for block in blocks]
+        """Ask ahead, and take the answers in order; what was used lives on for another TTL."""
+        asked: list[list[Channel]] = []
+        step = self._reader.num_ahead // 2
         try:
-            with self._server.exchange(commands) as channels:
-                for channel, block in zip(channels, blocks, strict=True):
-                    yield self._read_block(channel, block, memory)
+            with self._server.exchange() as exchange:
+                for index, block in enumerate(blocks):
+                    while len(asked) < min(index + 1 + step, len(blocks)):
+                        more = blocks[len(asked) : len(asked) + step]
+                        asked += self._reader.ask(exchange, more, len(asked))
+                    yield self._read_block(asked[index], block, memory)
         except ExchangeError as error:
             yield error.failure
 
@@ -92,16 +103,12 @@ class RedisStore:
         """Close the connections."""
         self._server.close()
 
-    def _build_get(self, digest: bytes) -> Command:
-        name = self._names.of(digest)
-        return Command(b"GET", name) if self._ttl is None else Command(b"GETEX", name, (b"EX", self._ttl))
-
     def _divide(self, blocks: Sequence[SealedBlock]) -> tuple[list[SealedBlock], list[SealedBlock]]:
         """Those that are there whole, and the others, in one round trip."""
         questions = [Command(b"STRLEN", self._names.of(block.key.digest)) for block in blocks]
-        with self._server.exchange(questions) as channels:
+        with self._server.exchange() as exchange:
             # A key that holds no string, or a question that was refused: the write will tell.
-            are_there = [channel.read_number() == self._format.value_bytes for channel in channels]
+            are_there = [channel.read_number() == self._format.value_bytes for channel in exchange.ask(questions)]
         there = [block for block, is_there in zip(blocks, are_there, strict=True) if is_there]
         return there, [block for block, is_there in zip(blocks, are_there, strict=True) if not is_there]
 
@@ -115,7 +122,8 @@ class RedisStore:
             expiry = (b"EX", self._ttl)
             renewals = [Command(b"EXPIRE", self._names.of(block.key.digest), (self._ttl,)) for block in there]
         commands = [Command(b"SET", self._names.of(block.key.digest), (block.value, *expiry)) for block in missing]
-        with self._server.exchange([*renewals, *commands]) as channels:
+        with self._server.exchange() as exchange:
+            channels = exchange.ask([*renewals, *commands])
             for channel in channels[: len(renewals)]:
                 channel.read_number()
             for channel, block in zip(channels[len(renewals) :], missing, strict=True):
@@ -124,32 +132,20 @@ class RedisStore:
                     self._server.note_move()
                 yield block, failure
 
-    def _read_block(self, channel: Channel, block: BlockTransfer, memory: BlockMemory) -> Failure | None:
-        failure: Failure | None
+    def _read_block(self, channels: Sequence[Channel], block: BlockTransfer, memory: BlockMemory) -> Failure | None:
+        failure: Failure | None = _BROKEN_OFF
         try:
-            failure = self._read_value(channel, block.key, memory.get_view(block.block_id))
+            failure = self._reader.read(channels, block.key, memory.get_view(block.block_id))
         except InvalidBlockError as error:
             self._remove(block.digest)
             failure = Failure(error.kind, f"its value is {error.kind} and was removed")
-        if failure is not None:
-            memory.wipe(block.block_id)
+        finally:
+            if failure is not None:
+                memory.wipe(block.block_id)
         return failure
-
-    def _read_value(self, channel: Channel, key: BlockKey, payload: memoryview) -> Failure | None:
-        """The header is verified before the first payload byte is read: no other model's block touches KV memory."""
-        length = channel.read_value_length()
-        if isinstance(length, Failure):
-            return length
-        header = bytearray(min(length, HEADER_BYTES))
-        channel.read_into(memoryview(header))
-        self._format.verify_header(key, bytes(header), length)
-        channel.read_into(payload)
-        channel.end_value()
-        self._format.verify_payload(bytes(header), payload)
-        return None
 
     def _remove(self, digest: bytes) -> None:
         """A good value that another engine writes in this moment may be hit; that costs a miss."""
         command = Command(b"UNLINK", self._names.of(digest))
-        with contextlib.suppress(ExchangeError), self._server.exchange([command]) as channels:
-            channels[0].read_number()
+        with contextlib.suppress(ExchangeError), self._server.exchange() as exchange:
+            exchange.ask([command])[0].read_number()

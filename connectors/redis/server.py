@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import redis
@@ -30,6 +30,63 @@ class ExchangeError(Exception):
         self.failure = failure
 
 
+class Exchange:
+    """One thread's questions, over a connection for each node and lane that is asked.
+
+    Args:
+        client: whose connections are used.
+        timeout_s: longest time to an answer, from the last question on.
+        clock: monotonic seconds.
+
+    Attributes:
+        client: as given; held to the end, for redis-py closes connections, also those in use, when a client is not
+            held any more.
+    """
+
+    def __init__(self, client: redis.Redis | redis.RedisCluster, timeout_s: float, clock: Callable[[], float]) -> None:
+        self.client = client
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._channels: dict[tuple[int, int], Channel] = {}
+
+    def ask(self, commands: Sequence[Command]) -> list[Channel]:
+        """Send all commands; for each, in order, the channel to read its reply from.
+
+        A channel's replies come in the order of its commands, also over several calls.
+
+        Raises:
+            redis.RedisError: a node cannot be reached, or refuses the user.
+            OSError: a connection broke, or the time is over.
+        """
+        deadline = self._clock() + self._timeout_s
+        in_order = [self._queue(command, deadline) for command in commands]
+        for channel in self._channels.values():
+            channel.deadline = deadline
+            channel.flush()
+        return in_order
+
+    def close(self, *, keeps_connections: bool) -> None:
+        """Give the connections back."""
+        for channel in self._channels.values():
+            channel.close(keeps_connection=keeps_connections)
+
+    def _queue(self, command: Command, deadline: float) -> Channel:
+        pool = self._get_pool(command.key)
+        place = (id(pool), command.lane)
+        channel = self._channels.get(place)
+        if channel is None:
+            channel = self._channels[place] = Channel(pool, deadline, self._clock)
+        channel.queue(command)
+        return channel
+
+    def _get_pool(self, key: bytes) -> redis.ConnectionPool:
+        client = self.client
+        if isinstance(client, redis.RedisCluster):
+            client = client.get_redis_connection(client.get_node_from_key(key))
+        pool: redis.ConnectionPool = client.connection_pool
+        return pool
+
+
 class RedisServer:
     """Any number of threads may exchange at once; each takes connections of its own from a pool.
 
@@ -50,32 +107,25 @@ class RedisServer:
         self._client: redis.Redis | redis.RedisCluster | None = None
 
     @contextlib.contextmanager
-    def exchange(self, commands: Sequence[Command]) -> Iterator[list[Channel]]:
-        """Send all commands; for each, in order, the channel to read its reply from.
+    def exchange(self) -> Iterator[Exchange]:
+        """Questions and their answers, all of them inside the ``with`` block.
 
-        Replies are read whole and in order inside the ``with`` block; who leaves before the end costs a connection.
+        Who leaves before the last reply is read costs the connections that owe one.
 
         Raises:
             ExchangeError: the server cannot be reached, hung up, or did not answer in time; also from inside.
         """
-        deadline = self._clock() + self._timeout_s
-        channels: dict[int, Channel] = {}
-        client: redis.Redis | redis.RedisCluster | None = None
+        exchange: Exchange | None = None
         try:
-            # Held to the end: redis-py closes connections, also those in use, when a client is not held any more.
-            client = self._get_client()
-            in_order = [self._queue(client, command, channels, deadline) for command in commands]
-            for channel in channels.values():
-                channel.flush()
-            yield in_order
+            exchange = Exchange(self._get_client(), self._timeout_s, self._clock)
+            yield exchange
         except (redis.RedisError, RedisClusterException, OSError, ProtocolError) as error:
             if self._options.cluster:
                 self.close()  # the next exchange asks where everything is now
             raise ExchangeError(_classify(error)) from error
         finally:
-            is_current = client is self._client
-            for channel in channels.values():
-                channel.close(keeps_connection=is_current)
+            if exchange is not None:
+                exchange.close(keeps_connections=exchange.client is self._client)
 
     def note_move(self) -> None:
         """A key lies elsewhere than was thought: the next exchange asks where everything is now."""
@@ -91,26 +141,6 @@ class RedisServer:
                     node.redis_connection.connection_pool.disconnect(inuse_connections=False)
         elif client is not None:
             client.connection_pool.disconnect(inuse_connections=False)
-
-    def _queue(
-        self,
-        client: redis.Redis | redis.RedisCluster,
-        command: Command,
-        channels: dict[int, Channel],
-        deadline: float,
-    ) -> Channel:
-        pool = self._get_pool(client, command.key)
-        channel = channels.get(id(pool))
-        if channel is None:
-            channel = channels[id(pool)] = Channel(pool, deadline, self._clock)
-        channel.queue(command)
-        return channel
-
-    def _get_pool(self, client: redis.Redis | redis.RedisCluster, key: bytes) -> redis.ConnectionPool:
-        if self._options.cluster:
-            client = client.get_redis_connection(client.get_node_from_key(key))
-        pool: redis.ConnectionPool = client.connection_pool
-        return pool
 
     def _get_client(self) -> redis.Redis | redis.RedisCluster:
         with self._lock:

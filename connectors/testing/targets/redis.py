@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -116,12 +116,14 @@ class Target(ConformanceTarget):
         gate, is_held = threading.Event(), threading.Event()
         read_block = RedisStore._read_block
 
-        def read_held(store: RedisStore, channel: Channel, block: BlockTransfer, memory: Any) -> Failure | None:
+        def read_held(
+            store: RedisStore, channels: Sequence[Channel], block: BlockTransfer, memory: Any
+        ) -> Failure | None:
             if self.blocks is not None and self.blocks.read(block.key) is not None:
                 is_held.set()
                 gate.wait()
             is_held.wait(_HOLD_TIMEOUT_S)
-            return read_block(store, channel, block, memory)
+            return read_block(store, channels, block, memory)
 
         with mock.patch.object(RedisStore, "_read_block", read_held):
             try:

@@ -19,7 +19,7 @@ from pdserve.protocol import Role
 
 S = TINY_SPEC.block_size
 PROMPT = list(range(40 * S + 1))
-COMMANDS = ("get", "getex", "set", "strlen", "expire", "unlink")
+COMMANDS = ("getrange", "set", "strlen", "expire", "unlink")
 
 
 def exchange(make_engine, **options: object) -> None:
@@ -39,7 +39,7 @@ def test_tcp_and_a_database_of_its_own(make_engine, run_server) -> None:
     client.close()
 
 
-def test_an_acl_user_needs_six_commands_and_the_prefix(make_engine, run_server, tmp_path: Path) -> None:
+def test_an_acl_user_needs_five_commands_and_the_prefix(make_engine, run_server, tmp_path: Path) -> None:
     rights = ["~kv-of-two:*", "-@all", *(f"+{command}" for command in COMMANDS)]
     server = run_server("--user", "default", "off", "--user", "serve", "on", ">secret", *rights)
     (tmp_path / "password").write_text("secret")
@@ -123,10 +123,12 @@ def test_who_uses_a_connection_keeps_it_to_the_end(server: RedisProcess) -> None
     own = RedisServer(parse_options(build_context(Role.PREFILL, {"url": server.url})), timeout_s=30.0)
     watcher = redis.Redis(unix_socket_path=str(server.unix_path))
     question = [Command(b"STRLEN", b"nothing")]
-    with own.exchange(question) as (channel,):
+    with own.exchange() as exchange:
+        (channel,) = exchange.ask(question)
         own.close()
         assert channel.read_number() == 0
-    with own.exchange(question) as (channel,):
+    with own.exchange() as exchange:
+        (channel,) = exchange.ask(question)
         assert channel.read_number() == 0
     names = [client["cmd"] for client in watcher.client_list()]
     assert names.count("strlen") == 1  # the first connection is closed, the second waits for its next use

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -16,7 +17,7 @@ from pdserve.connectors.redis.options import parse_options
 from pdserve.connectors.redis.server import ExchangeError
 from pdserve.connectors.testing import build_context
 from pdserve.connectors.testing.kv_content import TINY_SPEC
-from pdserve.kv_layout import BlockKey
+from pdserve.kv_layout import BlockKey, Rank
 from pdserve.protocol import Role
 
 WHOLE = HEADER_BYTES + TINY_SPEC.block_bytes
@@ -40,11 +41,14 @@ class ScriptedServer:
         self.num_moves = 0
 
     @contextlib.contextmanager
-    def exchange(self, commands: Sequence[Command]) -> Iterator[list[Reply]]:
-        self.commands += commands
+    def exchange(self) -> Iterator[ScriptedServer]:
         if isinstance(self._replies, Failure):
             raise ExchangeError(self._replies)
-        yield [Reply(value) for value in self._replies]
+        yield self
+
+    def ask(self, commands: Sequence[Command]) -> list[Reply]:
+        self.commands += commands
+        return [Reply(value) for value in self._replies]
 
     def note_move(self) -> None:
         self.num_moves += 1
@@ -86,3 +90,13 @@ def test_a_failure_keeps_its_kind() -> None:
     with pytest.raises(UnansweredError, match="no answer") as caught:
         build(ScriptedServer(Failure("timeout", "no answer"))).count_stored_run(KEYS)
     assert caught.value.failure.kind == "timeout"
+
+
+def test_a_block_is_stored_when_all_ranks_have_their_shares() -> None:
+    context = dataclasses.replace(build_context(Role.DECODE, {}), rank=Rank(0, 2))
+    # Of each block this rank's share, whose size is known, and the other's.
+    server = ScriptedServer([WHOLE, 7, WHOLE, WHOLE, WHOLE, 0, WHOLE, WHOLE])
+    assert RedisLookup(server, context, parse_options(context)).count_stored_run(KEYS) == 2
+    assert len({command.key for command in server.commands}) == 8
+    assert all(b":tp0of2-pp0of1:" in command.key for command in server.commands[::2])
+    assert all(b":tp1of2-pp0of1:" in command.key for command in server.commands[1::2])
