@@ -32,7 +32,8 @@ class ModelSettings:
     )
     kernel_backend: str = setting("auto", help="kernels to compute with; auto = the fastest that runs here")
     num_threads: int | None = setting(
-        None, help="compute threads of one instance; default: 1 (pdserve up shares the cores out)"
+        None,
+        help="compute threads of one instance, shared by its workers; default: 1 (pdserve up shares the cores out)",
     )
     tensor_parallel_size: int = setting(
         1, help="worker processes that share each layer's heads and features; must divide them", minimum=1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pdserve.engine.models import ModelConfig, load_model
 from pdserve.engine.models.loader import load_shard
-from pdserve.engine.models.shard import check_sizes
+from pdserve.engine.models.shard import Shard, check_sizes
 from pdserve.engine.models.sharded_lm import ShardedLM
 from pdserve.engine.parallel.host_group import HostGroup, create_exchanges
 from pdserve.errors import ConfigError
@@ -78,6 +78,14 @@ def test_ranks_have_the_bits_of_one_process(name: str, backend: str, sizes: tupl
             assert torch.equal(actual, wanted)
     for fd in exchange_fds:
         os.close(fd)
+
+
+def test_stages_have_all_layers_in_order_and_one_rank_samples(tmp_path: Path) -> None:
+    config = ModelConfig.from_directory(save(build_reference("llama", num_hidden_layers=7), tmp_path))
+    shards = [Shard(config, rank) for rank in Rank(tensor_parallel_size=2, pipeline_parallel_size=3).all_ranks]
+    assert [list(shard.layers) for shard in shards[::2]] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [shard.layers for shard in shards[::2]] == [shard.layers for shard in shards[1::2]]
+    assert [shard.samples for shard in shards] == [False, False, False, False, True, False]
 
 
 @pytest.mark.parametrize(
