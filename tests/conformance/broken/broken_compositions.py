@@ -57,7 +57,7 @@ class RankedComposition(Composition):
     kinds = RANKED_DIRECT_AND_STORE
 
 
-HONEST: list[type[Composition]] = [Composition, DirectAndStore, RankedComposition]
+HONEST: list[type[Composition]] = [Composition, DirectAndStore]
 BROKEN: list[tuple[type[Composition], str]] = []
 
 

@@ -104,6 +104,7 @@ def test_an_honest_connector_passes_in_any_order_and_between_engines(
         HonestQueue,
         RankedDirect,
         *broken_compositions.HONEST,
+        broken_compositions.RankedComposition,
     ],
 )
 def test_an_honest_connector_passes(connector: type[KVConnector], tmp_path: Path) -> None:
