@@ -341,7 +341,10 @@ class KVConnectorWorker(Protocol):
         ...
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Block until this step's synchronous loads of ``layer`` are in place. Only if layerwise."""
+        """Block until this step's synchronous loads of ``layer`` are in place. Only if layerwise.
+
+        Layers are this rank's own, from 0.
+        """
         ...
 
     def save_kv_layer(self, layer: int) -> None:

@@ -3,6 +3,7 @@
     rules.py       the rules, as data
     checks/        the tests of each rule; plain functions
     harness.py     an engine without a model that drives one connector step by step
+    rank_workers.py   its worker halves where it has several ranks; wire.py is the way between the halves
     bench.py       several such engines: what a check works with
     target.py      what a connector brings along: its options, its store, ways to break it
     runner.py      runs checks; report.py makes verdicts of them; hang_watch.py ends calls that never return
