@@ -48,7 +48,10 @@ class PerplexityConfig:
     """All settings of ``pdserve bench perplexity``."""
 
     text: TextSettings = field(default_factory=TextSettings)
-    model: ModelSettings = section(ModelSettings, exclude=("served_model_name", "max_model_len", "device"))
+    model: ModelSettings = section(
+        ModelSettings,
+        exclude=("served_model_name", "max_model_len", "device", "tensor_parallel_size", "pipeline_parallel_size"),
+    )
     output: OutputSettings = field(default_factory=OutputSettings)
 
 
