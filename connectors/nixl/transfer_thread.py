@@ -116,11 +116,12 @@ class TransferThread:
     def _turn(self) -> None:
         """One round. An error that nobody foresaw costs the loads under way, not the ones to come."""
         try:
-            self._wait(self._get_wait_s())
+            has_messages = self._wait(self._get_wait_s())
             self._wake_up.run_all()
             if self._side is not None:
-                self._serve(self._side)
-            self._channels.receive_into(self._consumer)
+                self._serve(self._side, has_messages)
+            if has_messages:
+                self._channels.receive_into(self._consumer)
             self._consumer.advance()
             if self._consumer.is_waiting_for_word:  # it has mostly come during the read
                 self._channels.receive_into(self._consumer)
@@ -129,8 +130,8 @@ class TransferThread:
             self._report.count_failure("internal")
             self._consumer.drop_all("an internal error")
 
-    def _serve(self, side: ProducerSide) -> None:
-        for reader, message in side.socket.receive():
+    def _serve(self, side: ProducerSide, has_messages: bool) -> None:
+        for reader, message in side.socket.receive() if has_messages else ():
             if message is None:
                 self._report.count_failure("protocol")
             else:
@@ -139,19 +140,21 @@ class TransferThread:
         if side.producer.progress_interval_s is not None:
             self._agent.progress()
 
-    def _wait(self, wait_s: float) -> None:
-        """Until a message comes or the time is up.
+    def _wait(self, wait_s: float) -> bool:
+        """Until something comes or the time is up; whether a message may have come.
 
-        ZMQ counts whole milliseconds. What its sockets offer for shorter waits may miss a message that came while
-        they were used, but never for longer than such a wait.
+        To look for one costs more than most tasks: a load begins the sooner. ZMQ counts whole milliseconds; what its
+        sockets offer for shorter waits may miss a message that came while they were used, but never for longer than
+        such a wait, and does not tell what came.
         """
         if wait_s >= _POLL_UNIT_S:
-            self._sockets.poller.poll(math.ceil(wait_s / _POLL_UNIT_S))
-            return
+            ready = self._sockets.poller.poll(math.ceil(wait_s / _POLL_UNIT_S))
+            return any(source != self._wake_up.fd for source, _ in ready)
         try:
             select.select([source for source, _ in self._sockets.poller.sockets], [], [], wait_s)
         except ValueError:  # a descriptor beyond what select takes, in a process with very many files
             time.sleep(wait_s)
+        return True
 
     def _get_wait_s(self) -> float:
         """Until something is due."""

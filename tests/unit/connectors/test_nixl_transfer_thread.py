@@ -72,6 +72,19 @@ def test_a_message_wakes_it(thread: TransferThread, sockets: Sockets) -> None:
         assert received == [b"message"]
 
 
+def test_messages_are_looked_for_when_one_may_have_come(thread: TransferThread, wake_up: WakeUp, sockets) -> None:
+    """A brief wait does not tell what came."""
+    is_brief = transfer_thread._POLL_UNIT_S > LONG_S
+    wake_up.run_soon(lambda: None)
+    assert thread._wait(LONG_S) is is_brief
+    with sockets.context.socket(zmq.PULL) as ours, sockets.context.socket(zmq.PUSH) as theirs:
+        ours.bind("inproc://ours")
+        theirs.connect("inproc://ours")
+        sockets.poller.register(ours, zmq.POLLIN)
+        theirs.send(b"message")
+        assert thread._wait(LONG_S)
+
+
 def test_descriptors_that_select_does_not_take_cost_the_wait(
     thread: TransferThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
