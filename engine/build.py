@@ -48,7 +48,7 @@ def build_engine(
         spec = _build_spec(config, model_config)
         num_blocks = resolve_num_blocks(config.cache, spec, workers.device)
         max_model_len = _resolve_max_model_len(config, model_config, spec, num_blocks)
-        config = _resolve(config, num_blocks, max_model_len)
+        config = _resolve(config, source.name, num_blocks, max_model_len)
         identity = ModelIdentity(
             weights=weights_digest(directory),
             architecture=architecture_digest(load_config_file(directory)),
@@ -77,7 +77,6 @@ def build_engine(
         config,
         identity=identity,
         limits=_build_limits(config, model_config, num_blocks, max_model_len),
-        model_name=config.model.served_model_name or source.name,
         eos_token_ids=eos_token_ids,
         executor=executor,
         connector=scheduler_half,
@@ -131,7 +130,7 @@ def _resolve_max_model_len(config: EngineConfig, model_config: ModelConfig, spec
     return asked
 
 
-def _resolve(config: EngineConfig, num_blocks: int, max_model_len: int) -> EngineConfig:
+def _resolve(config: EngineConfig, name: str, num_blocks: int, max_model_len: int) -> EngineConfig:
     """The settings with everything derived filled in."""
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue_len"):
         value = getattr(config.scheduler, name)
@@ -139,7 +138,9 @@ def _resolve(config: EngineConfig, num_blocks: int, max_model_len: int) -> Engin
             raise ConfigError(f"{name} is {value}; it must be at least 1")
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, max_model_len=max_model_len),
+        model=dataclasses.replace(
+            config.model, served_model_name=config.model.served_model_name or name, max_model_len=max_model_len
+        ),
         cache=dataclasses.replace(config.cache, num_blocks=num_blocks),
     )
 

@@ -47,7 +47,6 @@ class EngineCore:
         config: its settings, resolved.
         identity: the model's identity.
         limits: what it accepts.
-        model_name: the name the model is served under.
         eos_token_ids: the model's end tokens.
         executor: runs the steps.
         connector: the connector's scheduler half.
@@ -61,7 +60,6 @@ class EngineCore:
         *,
         identity: ModelIdentity,
         limits: InstanceLimits,
-        model_name: str,
         eos_token_ids: frozenset[int],
         executor: Executor,
         connector: KVConnectorScheduler,
@@ -71,7 +69,6 @@ class EngineCore:
         self.config = config
         self.identity = identity
         self.limits = limits
-        self.model_name = model_name
         self._grammars = grammars
         self._executor = executor
         self._connector = connector
@@ -119,6 +116,11 @@ class EngineCore:
         from pdserve.engine.build import build_engine
 
         return build_engine(cls, config, role=role, engine_id=engine_id, on_progress=on_progress, wake_up=wake_up)
+
+    @property
+    def model_name(self) -> str:
+        """The name that the model is served under."""
+        return self.config.model.served_model_name or self.config.model.model
 
     # --- requests ---------------------------------------------------------------------------------------
 

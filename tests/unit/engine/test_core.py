@@ -45,7 +45,6 @@ class Engine:
             limits=InstanceLimits(
                 max_model_len=100, max_num_seqs=8, max_queue_len=8, num_blocks=64, vocab_size=100, max_logprobs=0
             ),
-            model_name="scripted",
             eos_token_ids=frozenset(),
             executor=self.executor,
             connector=ScriptedConnector(decisions={"first": decision}),
