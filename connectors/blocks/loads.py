@@ -20,6 +20,7 @@ from pdserve.connectors.blocks.store import BlockStore
 from pdserve.connectors.blocks.task_threads import TaskThreads
 
 _LATE = Failure("timeout", "the load took too long")
+_LONG_S = 1.0
 
 
 class _Load:
@@ -91,6 +92,13 @@ class BlockLoader:
         ends = (min(start + size, len(request.blocks)) for start in starts)
         parts = zip(starts, ends, strict=True)
         self._threads.submit(*(functools.partial(self._run_part, load, start, end, memory) for start, end in parts))
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a load has been under way for long."""
+        latest = self._clock() + self._timeout_s - _LONG_S
+        with self._lock:
+            return any(load.deadline < latest for load in self._active.values())
 
     def take_report(self) -> ConnectorOutput:
         """What ended since the last call."""

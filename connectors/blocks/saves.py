@@ -29,13 +29,15 @@ from pdserve.connectors.blocks.drafts import DraftedBlock, StepDrafts
 from pdserve.connectors.blocks.failures import Backoff, Failure, WarningLimiter
 from pdserve.connectors.blocks.messages import BlockTransfer, SaveRequest
 from pdserve.connectors.blocks.staging import StagingPool
-from pdserve.connectors.blocks.store import BlockStore, EvictingStore, SealedBlock, WriteResult
+from pdserve.connectors.blocks.store import BlockStore, EvictingStore, ForgetfulStore, SealedBlock, WriteResult
 from pdserve.connectors.blocks.task_threads import TaskThreads
 from pdserve.kv_layout import BlockKey
 
 # An ended request waits so long for the next of its writes to end: longer than any that goes on, and no longer than
 # computing a prompt anew.
 _STUCK_AFTER_S = 5.0
+# Among a request's keys: the question whether all of them are there.
+_QUESTION = b""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,7 @@ class _Sender:
         num_bytes: written on this request's behalf.
         promised: keys that the store keeps until this request's sending has ended: later blocks of a prompt do not
             evict its first ones.
+        handed_over: all its keys, for a store that may lose them.
         is_announced: the request has ended, and its sending is to be reported.
         deadline: when nobody waits any longer for the next of its writes to end.
         is_given_up: that time came, and the sending was reported as failed.
@@ -57,6 +60,7 @@ class _Sender:
     failed: set[bytes] = field(default_factory=set)
     num_bytes: int = 0
     promised: list[BlockKey] = field(default_factory=list)
+    handed_over: list[BlockKey] = field(default_factory=list)
     is_announced: bool = False
     deadline: float = math.inf
     is_given_up: bool = False
@@ -99,6 +103,7 @@ class BlockSaver:
     ) -> None:
         self._store = store
         self._evicting_store = store if isinstance(store, EvictingStore) else None
+        self._forgetful_store = store if isinstance(store, ForgetfulStore) else None
         self._format = block_format
         self._staging = staging
         self._threads = threads
@@ -156,7 +161,10 @@ class BlockSaver:
         for request in requests:
             with self._lock:
                 sender = self._senders.setdefault(request.request_id, _Sender())
-            self._promise(sender, [block.key for block in request.blocks])
+            keys = [block.key for block in request.blocks]
+            self._promise(sender, keys)
+            if self._forgetful_store is not None:
+                sender.handed_over += keys
             for block in request.blocks:
                 if not self._join_write(sender, block.digest):
                     self._save_block(sender, block, memory, deadline)
@@ -181,9 +189,7 @@ class BlockSaver:
                 if sender is None:
                     self._stats.count_failure("unknown")
                 else:
-                    sender.is_announced = True
-                    sender.deadline = self._clock() + _STUCK_AFTER_S
-                    self._announced[request_id] = sender
+                    self._announce(request_id, sender)
             self._give_up_late()
             ended = {
                 request_id: sender
@@ -202,6 +208,15 @@ class BlockSaver:
             self._threads.help_here()
         self._release(ended.values())
         return report
+
+    def _announce(self, request_id: str, sender: _Sender) -> None:
+        sender.is_announced = True
+        sender.deadline = self._clock() + _STUCK_AFTER_S
+        self._announced[request_id] = sender
+        if self._forgetful_store is not None:
+            if not sender.pending:
+                self._threads.submit(functools.partial(self._ask_for_all, sender))
+            sender.pending.add(_QUESTION)
 
     def _give_up_late(self) -> None:
         """Whoever waits for a write that does not end is told that it failed; it may end whenever it likes."""
@@ -347,5 +362,27 @@ class BlockSaver:
                 self._stats.num_bytes_saved += num_bytes
                 self._stats.save_seconds += seconds
             has_end = any(sender.is_announced and not sender.pending for sender in senders)
+            unsure = [sender for sender in senders if sender.pending == {_QUESTION} and not sender.is_given_up]
         if has_end:
             self._wake_engine()
+        for sender in unsure:
+            self._ask_for_all(sender)
+
+    def _ask_for_all(self, sender: _Sender) -> None:
+        """Whether the store still has what was written; what it has lost is not offered."""
+        num_missing = num_blocks = len(sender.handed_over)
+        try:
+            if sender.failed or self._forgetful_store is None:
+                num_missing = 0  # that a block is missing is known without asking
+            else:
+                num_missing = self._forgetful_store.count_missing(sender.handed_over)
+        finally:
+            with self._lock:
+                sender.pending.discard(_QUESTION)
+                if num_missing:
+                    sender.failed.add(_QUESTION)
+                    self._stats.count_failure("evicted")
+            self._wake_engine()
+        if num_missing:
+            message = f"{self._store.place} has lost {num_missing} of a prompt's {num_blocks} blocks before its end"
+            self._warnings.warn("evicted", f"{message}: KV is not offered; it may need more memory")

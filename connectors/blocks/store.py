@@ -120,6 +120,15 @@ class EvictingStore(Protocol):
         ...
 
 
+@runtime_checkable
+class ForgetfulStore(Protocol):
+    """A `BlockStore` that loses blocks without a word: others fill it, and it keeps what it likes."""
+
+    def count_missing(self, keys: Sequence[BlockKey]) -> int:
+        """How many of these are not stored, for all that can be learned in a bounded time. Called on writer threads."""
+        ...
+
+
 class BlockDraft(Protocol):
     """A block that is written while it is still being computed; nobody finds it before it is published.
 

@@ -54,7 +54,7 @@ class StoreWorker:
         self._connector = connector
         self._store = store
         self._staging = StagingPool(num_slots, block_format.value_bytes, clock)
-        self._readers = TaskThreads("kv-load", options.reader_threads, nice=options.reader_nice)
+        self._readers = TaskThreads("kv-load", options.reader_threads, nice=options.reader_nice, spares_caller=True)
         self._writers = TaskThreads("kv-save", options.writer_threads, spares_caller=True)
         self._loader = BlockLoader(
             store, context.spec.block_bytes, self._readers, warnings, timeout_s=options.load_timeout_s, clock=clock
@@ -100,6 +100,8 @@ class StoreWorker:
             self._readers.ends_turns = metadata.has_tokens
             for load in metadata.loads:
                 self._loader.start(load, self._memory)
+            if not metadata.has_tokens or self._loader.is_behind:
+                self._readers.help_here()
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Loads are asynchronous and move whole blocks: there is nothing to wait for."""
