@@ -99,18 +99,28 @@ class RedisStore:
             return [results.get(block.key.digest, rest) for block in blocks]
         return [results[block.key.digest] for block in blocks]
 
+    def count_missing(self, keys: Sequence[BlockKey]) -> int:
+        """How many of these are not there whole; all of them, if the server does not answer."""
+        try:
+            return len(keys) - sum(self._are_there(keys))
+        except ExchangeError:
+            return len(keys)
+
     def close(self) -> None:
         """Close the connections."""
         self._server.close()
 
     def _divide(self, blocks: Sequence[SealedBlock]) -> tuple[list[SealedBlock], list[SealedBlock]]:
         """Those that are there whole, and the others, in one round trip."""
-        questions = [Command(b"STRLEN", self._names.of(block.key.digest)) for block in blocks]
-        with self._server.exchange() as exchange:
-            # A key that holds no string, or a question that was refused: the write will tell.
-            are_there = [channel.read_number() == self._format.value_bytes for channel in exchange.ask(questions)]
+        are_there = self._are_there([block.key for block in blocks])
         there = [block for block, is_there in zip(blocks, are_there, strict=True) if is_there]
         return there, [block for block, is_there in zip(blocks, are_there, strict=True) if not is_there]
+
+    def _are_there(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """For each, whether there is a whole value; not, if it holds no string or the question was refused."""
+        questions = [Command(b"STRLEN", self._names.of(key.digest)) for key in keys]
+        with self._server.exchange() as exchange:
+            return [channel.read_number() == self._format.value_bytes for channel in exchange.ask(questions)]
 
     def _set(
         self, missing: Sequence[SealedBlock], there: Sequence[SealedBlock]

@@ -68,7 +68,7 @@ def test_what_is_there_is_not_sent_again(make_engine, client: redis.Redis) -> No
     assert prefill.send("p", PROMPT)
     num_bytes = client.info()["total_net_input_bytes"]
     assert prefill.send("again", PROMPT)
-    assert client.info()["total_net_input_bytes"] - num_bytes < VALUE_BYTES * 4
+    assert client.info()["total_net_input_bytes"] - num_bytes < VALUE_BYTES * 5  # questions alone
     assert prefill.stats.num_blocks_saved == 5
 
 

@@ -124,6 +124,18 @@ def test_full(make_engine, server: RedisProcess) -> None:
     repeat_until(lambda i: prefill.send(f"room-{i}", [9, *PROMPT]))
 
 
+def test_a_prompt_larger_than_the_server_is_not_offered(make_engine, run_server) -> None:
+    """Every write succeeds, and evicts a block written before."""
+    spec = KVCacheSpec(num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
+    server = run_server("--maxmemory", "6mb", "--maxmemory-policy", "allkeys-lru")
+    prefill = make_engine(url=server.url, spec=spec, num_blocks=128)
+    assert prefill.send("small", list(range(1000, 1000 + 8 * spec.block_size)))
+    assert prefill.stats.failures == {}
+    assert not prefill.send("large", list(range(100 * spec.block_size)))
+    assert prefill.stats.failures == {"evicted": 1}
+    assert prefill.stats.num_blocks_saved == 108
+
+
 def test_a_server_that_evicts_takes_everything_and_gives_what_is_left(make_engine, run_server) -> None:
     spec = KVCacheSpec(num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
     server = run_server("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-random")
