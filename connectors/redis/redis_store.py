@@ -39,6 +39,7 @@ class RedisStore:
 
     def __init__(self, server: RedisServer, context: ConnectorContext, options: RedisOptions) -> None:
         self._server = server
+        self._is_cluster = options.cluster
         self._names = KeyNames(options.prefix, context.identity, context.rank)
         self._format = BlockFormat(context.identity, context.spec, context.rank)
         self._ttl = b"%d" % options.ttl_s if options.ttl_s else None
@@ -100,11 +101,17 @@ class RedisStore:
         return [results[block.key.digest] for block in blocks]
 
     def count_missing(self, keys: Sequence[BlockKey]) -> int:
-        """How many of these are not there whole; all of them, if the server does not answer."""
+        """How many of these are not there; all of them, if the server does not answer."""
+        names = [self._names.of(key.digest) for key in keys]
+        # One question for all, except in a cluster, where each key may lie on another node.
+        groups = [[name] for name in names] if self._is_cluster else [names]
+        questions = [Command(b"EXISTS", first, tuple(others)) for first, *others in groups]
         try:
-            return len(keys) - sum(self._are_there(keys))
+            with self._server.exchange() as exchange:
+                replies = [channel.read_number() for channel in exchange.ask(questions)]
         except ExchangeError:
             return len(keys)
+        return len(keys) - sum(reply for reply in replies if not isinstance(reply, Failure))
 
     def close(self) -> None:
         """Close the connections."""
@@ -112,15 +119,12 @@ class RedisStore:
 
     def _divide(self, blocks: Sequence[SealedBlock]) -> tuple[list[SealedBlock], list[SealedBlock]]:
         """Those that are there whole, and the others, in one round trip."""
-        are_there = self._are_there([block.key for block in blocks])
+        questions = [Command(b"STRLEN", self._names.of(block.key.digest)) for block in blocks]
+        with self._server.exchange() as exchange:
+            # A key that holds no string, or a question that was refused: the write will tell.
+            are_there = [channel.read_number() == self._format.value_bytes for channel in exchange.ask(questions)]
         there = [block for block, is_there in zip(blocks, are_there, strict=True) if is_there]
         return there, [block for block, is_there in zip(blocks, are_there, strict=True) if not is_there]
-
-    def _are_there(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """For each, whether there is a whole value; not, if it holds no string or the question was refused."""
-        questions = [Command(b"STRLEN", self._names.of(key.digest)) for key in keys]
-        with self._server.exchange() as exchange:
-            return [channel.read_number() == self._format.value_bytes for channel in exchange.ask(questions)]
 
     def _set(
         self, missing: Sequence[SealedBlock], there: Sequence[SealedBlock]

@@ -19,7 +19,7 @@ from pdserve.protocol import Role
 
 S = TINY_SPEC.block_size
 PROMPT = list(range(40 * S + 1))
-COMMANDS = ("getrange", "set", "strlen", "expire", "unlink")
+COMMANDS = ("getrange", "set", "strlen", "exists", "expire", "unlink")
 
 
 def exchange(make_engine, **options: object) -> None:
@@ -39,7 +39,7 @@ def test_tcp_and_a_database_of_its_own(make_engine, run_server) -> None:
     client.close()
 
 
-def test_an_acl_user_needs_five_commands_and_the_prefix(make_engine, run_server, tmp_path: Path) -> None:
+def test_an_acl_user_needs_six_commands_and_the_prefix(make_engine, run_server, tmp_path: Path) -> None:
     rights = ["~kv-of-two:*", "-@all", *(f"+{command}" for command in COMMANDS)]
     server = run_server("--user", "default", "off", "--user", "serve", "on", ">secret", *rights)
     (tmp_path / "password").write_text("secret")
