@@ -145,7 +145,7 @@ def test_through_prefill_and_decode_the_tokens_are_the_same(
     expected: list[Answer], prompts: list[list[int]], tmp_path: Path
 ) -> None:
     """Beside requests without a grammar, with blocks so few that some are preempted."""
-    free = SamplingParams(temperature=0.7, seed=3, max_tokens=24)
+    free = [SamplingParams(temperature=0.7, seed=seed, max_tokens=64, ignore_eos=True) for seed in range(4)]
     pair = PDPair(
         connector="shared_storage",
         connector_options={"path": str(tmp_path)},
@@ -155,14 +155,14 @@ def test_through_prefill_and_decode_the_tokens_are_the_same(
     )
     try:
         chosen = [prompts[i] for i in MIXED]
-        answers = pair.generate([*chosen, prompts[0]], [*(with_schema(i) for i in MIXED), free])
-        assert_same(answers[:-1], [expected[i] for i in MIXED])
+        answers = pair.generate([*chosen, *prompts[: len(free)]], [*(with_schema(i) for i in MIXED), *free])
+        assert_same(answers[: len(MIXED)], [expected[i] for i in MIXED])
         assert any("preempted" in answer.events for answer in answers)
         assert all(answer.num_external_tokens for answer in answers)
-        undisturbed = pair.generate([prompts[0]], free)
+        undisturbed = [pair.generate([prompt], each)[0] for prompt, each in zip(prompts, free, strict=False)]
     finally:
         pair.close()
-    assert_same(answers[-1:], undisturbed)
+    assert_same(answers[len(MIXED) :], undisturbed)
 
 
 @pytest.mark.parametrize("num_before", [1, 5])
