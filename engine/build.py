@@ -130,17 +130,16 @@ def _resolve_max_model_len(config: EngineConfig, model_config: ModelConfig, spec
     return asked
 
 
-def _resolve(config: EngineConfig, name: str, num_blocks: int, max_model_len: int) -> EngineConfig:
+def _resolve(config: EngineConfig, source_name: str, num_blocks: int, max_model_len: int) -> EngineConfig:
     """The settings with everything derived filled in."""
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue_len"):
         value = getattr(config.scheduler, name)
         if value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
+    served_model_name = config.model.served_model_name or source_name
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(
-            config.model, served_model_name=config.model.served_model_name or name, max_model_len=max_model_len
-        ),
+        model=dataclasses.replace(config.model, served_model_name=served_model_name, max_model_len=max_model_len),
         cache=dataclasses.replace(config.cache, num_blocks=num_blocks),
     )
 
