@@ -389,7 +389,7 @@ class ChoosesLayerSteps(Protocol):
 class WakesEngine(Protocol):
     """A half, usually the worker's, that says when there is something new to hear from it.
 
-    An idle engine looks after its transfers every millisecond or so; one that is woken looks at once.
+    An idle engine looks after its transfers every few milliseconds; one that is woken looks at once.
     """
 
     def set_wake_up(self, wake: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -79,6 +80,7 @@ class RedisProcess:
         if self._process is None:
             raise RuntimeError("it was not started")
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # until all of its threads have
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import subprocess
@@ -42,8 +43,9 @@ class Peer:
         return params
 
     def stop(self) -> None:
-        """It stands still."""
+        """It stands still, all of its threads, when this returns."""
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def go_on(self) -> None:
         """It goes on."""
