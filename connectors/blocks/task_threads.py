@@ -128,9 +128,7 @@ class TaskThreads:
             share = others[sleeper.index :: self.num_threads]
             if share or on_own_core or not others:
                 self._asleep.remove(sleeper)
-                if others:
-                    place(sleeper.thread_id, share or [core])
-                sleeper.wake()
+                sleeper.wake(share or [core] if others else None)
 
 
 class _Sleeper:
@@ -138,7 +136,8 @@ class _Sleeper:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.thread_id = threading.get_native_id()
+        self._thread_id = threading.get_native_id()
+        self._cores: list[int] | None = None
         self._gate = threading.Lock()
         self._gate.acquire()
 
@@ -146,6 +145,9 @@ class _Sleeper:
         """Until `wake`, also when that came first."""
         self._gate.acquire()
 
-    def wake(self) -> None:
-        """Called once for each `sleep`."""
+    def wake(self, cores: list[int] | None) -> None:
+        """Called once for each `sleep`; on these cores, or where the system likes."""
+        if cores is not None and cores != self._cores:
+            place(self._thread_id, cores)
+            self._cores = cores
         self._gate.release()
