@@ -41,6 +41,7 @@ class TaskThreads:
         num_threads: how many; they start with the first task.
         nice: how far they step back for others, see `step_back`.
         spares_caller: who would wake on the caller's core sleeps on until `help_here`.
+        is_placed: threads wake as said above; otherwise where the system likes.
 
     Attributes:
         num_threads: as given.
@@ -48,7 +49,9 @@ class TaskThreads:
             changed at any time.
     """
 
-    def __init__(self, name: str, num_threads: int, *, nice: int = 0, spares_caller: bool = False) -> None:
+    def __init__(
+        self, name: str, num_threads: int, *, nice: int = 0, spares_caller: bool = False, is_placed: bool = True
+    ) -> None:
         self._tasks: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -57,7 +60,7 @@ class TaskThreads:
         self._nice = nice
         self._spares_caller = spares_caller
         self._name = name
-        self._cores = get_allowed_cores()
+        self._cores = get_allowed_cores() if is_placed else []
         self._threads: list[threading.Thread] = []
         self._asleep: list[_Sleeper] = []
 

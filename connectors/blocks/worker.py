@@ -55,7 +55,8 @@ class StoreWorker:
         self._store = store
         self._staging = StagingPool(num_slots, block_format.value_bytes, clock)
         self._readers = TaskThreads("kv-load", options.reader_threads, nice=options.reader_nice, spares_caller=True)
-        self._writers = TaskThreads("kv-save", options.writer_threads, spares_caller=True)
+        # Layers are short pieces, often: two writers that float have less left at a step's end than one beside it.
+        self._writers = TaskThreads("kv-save", options.writer_threads, spares_caller=True, is_placed=not layerwise)
         self._loader = BlockLoader(
             store, context.spec.block_bytes, self._readers, warnings, timeout_s=options.load_timeout_s, clock=clock
         )
