@@ -4,6 +4,7 @@ They are plain shared libraries, one for each instruction set, so the wheel depe
 version. Where there is no compiler the package installs without them, and pdserve says so when it starts.
 """
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -29,20 +30,27 @@ class BuildKernels(build_ext):
         return str(Path(*package.split("."), VARIANTS[name].library_name))
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile one variant; `optional` makes a failure a warning."""
+        """Compile one variant, if it is not beside its sources already; `optional` makes a failure a warning."""
+        variant = VARIANTS[ext.name.rpartition(".")[2]]
         target = Path(self.get_ext_fullpath(ext.name)).absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
+        compiled = native_build.COMPILED_DIR / variant.library_name
+        if compiled.exists():
+            shutil.copy2(compiled, target)  # with its time, so that it is not copied back over itself
+            return
         try:
-            native_build.compile_variant(VARIANTS[ext.name.rpartition(".")[2]], target)
+            native_build.compile_variant(variant, target)
         except native_build.CompileError as error:
             raise CompileError(str(error)) from error
 
     def copy_extensions_to_source(self) -> None:
         """For an editable installation: the libraries go beside the sources, those of older sources go away."""
-        directory = KERNELS / "compiled"
+        directory = native_build.COMPILED_DIR
         directory.mkdir(exist_ok=True)
-        for stale in directory.glob("*.so"):
-            stale.unlink()
+        current = {variant.library_name for variant in VARIANTS.values()}
+        for library in directory.glob("*.so"):
+            if library.name not in current:
+                library.unlink()
         super().copy_extensions_to_source()
 
 
@@ -56,5 +64,6 @@ class PlatformWheel(bdist_wheel):
 
 setup(
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
+    options={"build_ext": {"parallel": True}},
     ext_modules=[Extension(f"{PACKAGE}.{name}", sources=[], optional=True) for name in VARIANTS],
 )
