@@ -7,10 +7,15 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # Kernels of GPUs run in Triton's interpreter then; it looks when it is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# How long an example takes is the machine's affair. All else stays, also what Hypothesis itself sets in CI.
+settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_machine")
 
 
 @pytest.fixture(autouse=True)

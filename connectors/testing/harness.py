@@ -233,7 +233,7 @@ class EngineHarness:
         live.block_ids += self.memory.allocate(num_missing)
         self.step({request_id: num_before + len(token_ids)})
 
-    def step_until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    def step_until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         """Idle steps until ``condition`` holds.
 
         There is a moment between two steps: a loop that never lets go of the interpreter would starve the

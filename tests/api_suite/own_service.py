@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-from processes import Deployment, ManagedProcess, find_free_port, wait_until
+from processes import Deployment, ManagedProcess, wait_until
+
+from pdserve.connectors.testing.free_port import find_free_port
 
 
 @contextlib.contextmanager

@@ -15,9 +15,10 @@ from pdserve.connectors.testing import Bench
 from pdserve.connectors.testing.checks import CHECKS
 from pdserve.connectors.testing.faults.peer_process import PeerProcess
 from pdserve.connectors.testing.faults.severed_network import SeveredNetwork
+from pdserve.connectors.testing.free_port import find_free_port
 from pdserve.connectors.testing.patience import Patience
 from pdserve.connectors.testing.runner import Verdict, run_check
-from pdserve.connectors.testing.targets.redis_process import RedisProcess, find_free_port
+from pdserve.connectors.testing.targets.redis_process import RedisProcess
 from pdserve.connectors.testing.violations import NotOfferedError
 from pdserve.protocol import Role
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from pdserve.connectors.testing.free_port import find_free_port
 
 START_TIMEOUT_S = 90.0
 
@@ -30,12 +31,6 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0)
             return value
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
         time.sleep(0.05)
-
-
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -96,7 +91,7 @@ class ManagedProcess:
 
     def get_metric(self, name: str) -> float:
         """A metric's value, summed over its labels, from the process's own HTTP port."""
-        text = httpx.get(f"{self.ready['http']}/metrics", timeout=10).text
+        text = httpx.get(f"{self.ready['http']}/metrics", timeout=30).text
         lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 

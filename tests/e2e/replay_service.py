@@ -16,7 +16,9 @@ from typing import Any
 
 import httpx
 import openai
-from processes import find_free_port, wait_until
+from processes import wait_until
+
+from pdserve.connectors.testing.free_port import find_free_port
 
 MODEL = "smollm2-135m-instruct"
 REPLAY = str(Path(__file__).parent.parent / "replay_instance.py")
@@ -89,7 +91,7 @@ class Service:
 
     @cached_property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def get_pools(self) -> dict[str, int]:
         with contextlib.suppress(httpx.TransportError):

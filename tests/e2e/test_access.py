@@ -32,7 +32,7 @@ class SecureService(Service):
         """By a connection of its own, as a client that trusts one certificate only."""
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         context = ssl.create_default_context(cafile=trusted or self.certificate)
-        return httpx.get(f"{self.url}{path}", headers=headers, verify=context, timeout=20)
+        return httpx.get(f"{self.url}{path}", headers=headers, verify=context, timeout=60)
 
     def get_pools(self) -> dict[str, int]:
         try:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from processes import ManagedProcess, find_free_port, wait_until
+from processes import ManagedProcess, wait_until
 from replay_service import Replay, Service
+
+from pdserve.connectors.testing.free_port import find_free_port
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 from pd_pair import Alone, Answer, build_core
-from processes import ManagedProcess, find_free_port
+from processes import ManagedProcess
 
+from pdserve.connectors.testing.free_port import find_free_port
 from pdserve.engine.core import EngineCore
 from pdserve.protocol import (
     AddRequest,

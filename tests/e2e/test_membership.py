@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from processes import ManagedProcess, find_free_port, wait_until
+from processes import ManagedProcess, wait_until
 from replay_service import Replay, Service
 
 from pdserve.announcements import Announcement, AnnouncementBoard
+from pdserve.connectors.testing.free_port import find_free_port
 from pdserve.connectors.testing.targets.redis_process import RedisProcess
 from pdserve.engine.server.announcer import Announcer
 from pdserve.protocol import AddRequest, Role, SamplingParams

@@ -107,13 +107,13 @@ def build_ready(session: str) -> Ready:
 
 def with_session(
     test: Callable[[Instance, Other, Watcher], Awaitable[None]],
-    timeout_s: float = 5.0,
+    timeout_s: float = 30.0,
     *,
     own: Curve | None = None,
     theirs: Curve | None = None,
 ) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             context = zmq.asyncio.Context()
             other, watcher = Other(context, theirs), Watcher()
             instance = Instance(
@@ -235,12 +235,12 @@ def test_silence_ends_the_session() -> None:
     async def test(instance: Instance, other: Other, watcher: Watcher) -> None:
         await other.accept()
         for _ in range(8):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.15)
             await other.send(Heartbeat(generation="g0", load=InstanceLoad()))
         assert watcher.num_lost == 0
         await until(lambda: watcher.num_lost == 1)
 
-    with_session(test, timeout_s=0.3)
+    with_session(test, timeout_s=1.0)
 
 
 def test_refusals_and_other_versions_are_never_used() -> None:
@@ -259,7 +259,7 @@ def test_refusals_and_other_versions_are_never_used() -> None:
 
 def test_goodbye_at_the_end() -> None:
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             context = zmq.asyncio.Context()
             other = Other(context)
             instance = Instance(

@@ -19,9 +19,10 @@ from typing import Any
 
 import redis
 from linked_nixl import LINK_OPTION
-from processes import Deployment, find_free_port
+from processes import Deployment
 
 from pdserve.connectors.testing.faults.link import Damage, FaultyLink
+from pdserve.connectors.testing.free_port import find_free_port
 from pdserve.connectors.testing.targets.redis_process import RedisProcess
 
 _HARM_S = 1.5

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 _SIZE = "size=64m,nr_inodes=100k"
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 30.0
 _CHUNK_BYTES = 1 << 20
 
 

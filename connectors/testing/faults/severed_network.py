@@ -14,7 +14,7 @@ from typing import Self
 
 from pdserve.connectors.testing.violations import NotOfferedError
 
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 30.0
 _PREFIX_BITS = 30
 _HOLD = "mount -t sysfs sysfs /sys && echo ready && exec cat"
 """Waits for its end; /sys is mounted anew, for that is where UCX looks for the network's devices."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from nixl_peer import Peer
 
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.connectors.testing import EngineHarness, build_context
+from pdserve.connectors.testing.free_port import find_free_port
 from pdserve.protocol import KVTransferParams, Role
 
 MakeEngine = Callable[..., EngineHarness]
@@ -63,10 +63,7 @@ def start_peer() -> Iterator[Callable[..., Peer]]:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    return find_free_port()
 
 
 @pytest.fixture

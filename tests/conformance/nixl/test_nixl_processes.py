@@ -11,6 +11,8 @@ from pdserve.connectors.testing.kv_content import TINY_SPEC
 S = TINY_SPEC.block_size
 PROMPT = list(range(100, 100 + 4 * S + 1))
 OTHER = list(range(900, 900 + 2 * S + 1))
+PATIENT = {"answer_timeout_s": 600.0}
+"""For an engine that must notice by itself: no test waits as long as this."""
 
 
 def test_kv_comes_from_another_process(make_engine, start_peer, fetch, transport) -> None:
@@ -21,19 +23,17 @@ def test_kv_comes_from_another_process(make_engine, start_peer, fetch, transport
 
 
 def test_killed_before_the_first_transfer(make_engine, start_peer, fetch) -> None:
-    decode, peer = make_engine("decode"), start_peer()
+    decode, peer = make_engine("decode", **PATIENT), start_peer()
     params = peer.hand_over(PROMPT)
     peer.kill()
-    began = time.monotonic()
     assert fetch(decode, "d", PROMPT, params) == 0
-    assert time.monotonic() - began < 3.0
     assert decode.stats.failures == {"disconnected": 1}
 
 
 def test_killed_in_the_middle_of_a_read(make_engine, start_peer, fetch, monkeypatch) -> None:
     """Over TCP, where the producer takes part in the read: it stands still in the middle of it, and is killed."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    decode, peer = make_engine("decode"), start_peer()
+    decode, peer = make_engine("decode", **PATIENT), start_peer()
     assert fetch(decode, "first", OTHER, peer.hand_over(OTHER)) == len(OTHER)
     params = peer.hand_over(PROMPT)
     peer.stop()
@@ -42,9 +42,7 @@ def test_killed_in_the_middle_of_a_read(make_engine, start_peer, fetch, monkeypa
     decode.step_until(lambda: decode.worker._consumer.is_waiting_for_read)
     assert "d" not in decode.received
     peer.kill()
-    began = time.monotonic()
     decode.step_until(lambda: "d" in decode.received)
-    assert time.monotonic() - began < 3.0
     assert decode.received["d"] == 0
     assert decode.stats.failures == {"disconnected": 1}
     assert all((decode.read_block(block_id) == 0).all() for block_id in block_ids)
@@ -77,7 +75,7 @@ def test_a_producer_that_stands_still_costs_a_bounded_time(make_engine, start_pe
     peer.stop()
     began = time.monotonic()
     assert fetch(decode, "d", PROMPT, params) == 0
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 4.5
     assert decode.stats.failures == {"timeout": 1}
     if goes_on:
         peer.go_on()

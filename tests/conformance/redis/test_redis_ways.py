@@ -13,8 +13,9 @@ from pdserve.connectors.redis.channel import Command
 from pdserve.connectors.redis.options import parse_options
 from pdserve.connectors.redis.server import RedisServer
 from pdserve.connectors.testing import build_context
+from pdserve.connectors.testing.free_port import find_free_port
 from pdserve.connectors.testing.kv_content import TINY_SPEC
-from pdserve.connectors.testing.targets.redis_process import RedisProcess, find_free_port
+from pdserve.connectors.testing.targets.redis_process import RedisProcess
 from pdserve.protocol import Role
 
 S = TINY_SPEC.block_size
@@ -150,7 +151,7 @@ def join(nodes: list[RedisProcess]) -> None:
     for index, client in enumerate(clients):
         client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[index], bounds[index + 1] - 1)
         client.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not all(is_joined(client) for client in clients):
         assert time.monotonic() < deadline, "the cluster does not come together"
         time.sleep(0.02)

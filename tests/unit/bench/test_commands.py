@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from pdserve.bench.serve import ServeConfig
 from pdserve.bench.sweep import SweepConfig
 from pdserve.bench.throughput import ThroughputConfig
 from pdserve.commands.bench import BENCHMARKS
+from pdserve.connectors.testing.free_port import find_free_port
 from pdserve.settings import option_flags
 
 EVERY = "--config --help --version --output --progress"
@@ -98,12 +98,6 @@ def test_each_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"pdserve bench {name}" in capsys.readouterr().out
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
@@ -181,7 +175,7 @@ def test_mistakes_are_one_line_and_status_2(
 
 
 def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{find_free_port()}"
     for command in ("serve", "sweep"):
         assert cli.main(["bench", command, "--url", url]) == 2
         error = capsys.readouterr().err

@@ -38,7 +38,7 @@ class ScriptedLookup:
 
     def count_stored_run(self, keys: Sequence[BlockKey]) -> int:
         self.num_asked.append(len(keys))
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         if self.failure is not None:
             raise UnansweredError(self.failure)
         return next((i for i, key in enumerate(keys) if key not in self.stored), len(keys))
@@ -70,7 +70,7 @@ def make_request(name: str = "r") -> KVRequest:
 
 
 def wait_for_answer(index: AskedIndex, request: KVRequest, start: int = 0) -> int:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (run := index.count_stored_run(request, start)) is None:
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -67,10 +67,10 @@ def test_staging_gives_all_slots_then_waits_for_one() -> None:
     assert slots == {0, 1}
     assert pool.acquire(time.monotonic() + 0.01) is None
     waiter: list[int | None] = []
-    thread = threading.Thread(target=lambda: waiter.append(pool.acquire(time.monotonic() + 10)))
+    thread = threading.Thread(target=lambda: waiter.append(pool.acquire(time.monotonic() + 60)))
     thread.start()
     pool.release(1)
-    thread.join(10)
+    thread.join(30)
     assert waiter == [1]
 
 
@@ -81,7 +81,7 @@ def test_closing_staging_wakes_who_waits() -> None:
     thread = threading.Thread(target=lambda: waiter.append(pool.acquire(time.monotonic() + 60)))
     thread.start()
     pool.close()
-    thread.join(10)
+    thread.join(30)
     assert waiter == [None]
     pool.release(0)
     assert pool.acquire(time.monotonic()) is None
@@ -92,9 +92,9 @@ def test_a_task_that_fails_is_logged_and_the_thread_goes_on(caplog: pytest.LogCa
     done = threading.Event()
     threads.submit(lambda: [].pop())
     threads.submit(done.set)
-    assert done.wait(10)
+    assert done.wait(30)
     assert "a task of kv-test-0 failed" in caplog.text
-    assert threads.close(10)
+    assert threads.close(30)
     threads.submit(lambda: pytest.fail("ran after close"))
     assert threads.close(0)
 
@@ -172,10 +172,10 @@ def test_closing_does_not_wait_for_ever() -> None:
     threads = TaskThreads("kv-test", 1)
     started, gate = threading.Event(), threading.Event()
     threads.submit(lambda: (started.set(), gate.wait())[0])
-    assert started.wait(10)
+    assert started.wait(30)
     assert not threads.close(0.01)
     gate.set()
-    assert threads.close(10)
+    assert threads.close(30)
 
 
 def test_memory_of_another_shape_is_refused() -> None:

@@ -361,10 +361,10 @@ def small_disk(store: Path) -> Iterator[Path]:
     """A file system of its own with room for about eight blocks (a file takes a page of 4 KiB)."""
     store.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=32k,nr_inodes=200", "tmpfs", str(store)]
-    if os.getuid() != 0 or subprocess.run(mount, check=False, capture_output=True, timeout=10).returncode:
+    if os.getuid() != 0 or subprocess.run(mount, check=False, capture_output=True, timeout=30).returncode:
         pytest.skip("mounting needs privileges")
     yield store
-    subprocess.run(["umount", str(store)], check=True, timeout=10)
+    subprocess.run(["umount", str(store)], check=True, timeout=30)
 
 
 def test_a_full_disk_evicts_the_oldest_and_goes_on(make_engine, small_disk: Path) -> None:

@@ -17,7 +17,7 @@ from pdserve.supervisor.member import Plan, State, Surroundings
 from pdserve.supervisor.run_directory import RunDirectory
 from pdserve.supervisor.stop_request import StopRequest
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 CHILD = """
     import json, os, pathlib, signal, sys, time

@@ -45,7 +45,7 @@ def test_the_port_serves_metrics_and_drain_from_its_thread() -> None:
     engine_thread = threading.Thread(target=answer)
     engine_thread.start()
     try:
-        with httpx.Client(base_url=url, timeout=10) as client:
+        with httpx.Client(base_url=url, timeout=30) as client:
             metrics = client.get("/metrics")
             assert (metrics.status_code, metrics.text) == (200, "x 1\n")
             assert client.get("/drain").status_code == 405
@@ -55,7 +55,7 @@ def test_the_port_serves_metrics_and_drain_from_its_thread() -> None:
         port.close()
         engine_thread.join()
     with pytest.raises(httpx.ConnectError):
-        httpx.get(url, timeout=5)
+        httpx.get(url, timeout=30)
 
 
 def test_drain_from_elsewhere_is_refused() -> None:
