@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -35,3 +37,13 @@ def long_ids(tokenizer: Tokenizer) -> list[list[int]]:
     ids = [tokenizer.encode(text, add_special_tokens=True) for text in texts]
     assert all(len(i) > 1000 for i in ids)
     return ids
+
+
+@pytest.fixture
+def only_supervisor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whoever starts ``pdserve up`` does so alone, for its traces on the machine are looked for.
+
+    Tests run in several processes, whose temporary directories have one parent.
+    """
+    with FileLock(tmp_path_factory.getbasetemp().parent / "supervisor.lock"):
+        yield

@@ -136,7 +136,7 @@ def test_sweep_finds_the_rate_of_a_running_service(url: str, tmp_path: Path) -> 
     assert plot.read_bytes().startswith(PNG)
 
 
-def test_compare_starts_pdserve_and_measures_all_in_turn(url: str, tmp_path: Path) -> None:
+def test_compare_starts_pdserve_and_measures_all_in_turn(url: str, only_supervisor: None, tmp_path: Path) -> None:
     output = tmp_path / "r.json"
     done = bench(
         *("compare", "--peer", f"replay={url}", "--scenarios", "custom", "--num-requests", "3", "--rounds", "2"),

@@ -82,12 +82,12 @@ class Up:
 
     def wait(self) -> int:
         status = self.process.wait(60)
-        self.reader.join(10)
+        self.reader.join(30)
         return status
 
 
 @pytest.fixture
-def before() -> Iterator[set[Path]]:
+def before(only_supervisor: None) -> Iterator[set[Path]]:
     """Run directories that others left; after the test there are no more than these."""
     there = run_directories()
     yield there
