@@ -91,7 +91,7 @@ def test_client_that_leaves_is_cancelled_at_the_instance(service: Service, strea
 
     def leave(**fields: Any) -> None:
         body = {"prompt": PROMPT, "max_tokens": 1000, "stream": stream, **fields}
-        with contextlib.suppress(httpx.ReadTimeout), httpx.Client(timeout=0.5) as client:  # noqa: SIM117
+        with contextlib.suppress(httpx.ReadTimeout), httpx.Client(timeout=1.5) as client:  # noqa: SIM117
             with client.stream("POST", f"{service.url}/v1/completions", json=body) as answer:
                 for number, _ in enumerate(answer.iter_lines()):
                     if number > 8:
