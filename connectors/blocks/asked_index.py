@@ -6,7 +6,8 @@ A lookup's life::
          None             None             how many
                             └── deadline ──> 0
 
-While the store fails, there is a pause in which every answer is 0 at once.
+While the store fails, there is a pause in which every answer is 0 at once. A hand-off that its producer has found whole
+in the store before offering it needs no question, until that answer is two seconds old.
 """
 
 from __future__ import annotations
@@ -81,12 +82,21 @@ class AskedIndex:
     Args:
         lookup: the store; closed with the index.
         timeout_s: longest wait of a request for its answer; then its prompt is computed.
+        trusted_connector: whose offers are answers: it asks the store before each; None = nobody's.
         clock: monotonic seconds.
     """
 
-    def __init__(self, lookup: BlockLookup, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        lookup: BlockLookup,
+        *,
+        timeout_s: float,
+        trusted_connector: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._lookup = lookup
         self._timeout_s = timeout_s
+        self._trusted_connector = trusted_connector
         self._clock = clock
         self._backoff = Backoff(clock)
         self._warnings = WarningLimiter(logger, clock)
@@ -122,14 +132,26 @@ class AskedIndex:
         self._lookup.close()
 
     def _begin(self, request: KVRequest, start: int, now: float) -> _Question:
+        is_first = request.request_id not in self._questions
         deadline = now + self._timeout_s
         question = self._questions[request.request_id] = _Question(start, deadline, deadline + _ANSWER_LIFE_S)
         keys = request.block_keys[start:]
         if not keys or self._backoff.get_reason() is not None:
             question.run = 0
+        elif is_first and self._is_verified(request):
+            question.run = len(keys)
         else:
             self._threads.submit(functools.partial(self._ask, question, keys))
         return question
+
+    def _is_verified(self, request: KVRequest) -> bool:
+        """Whether the producer has just found the whole prompt in the store."""
+        offer = request.kv_transfer_params
+        return (
+            offer is not None
+            and offer.connector == self._trusted_connector
+            and offer.num_tokens >= request.num_prompt_tokens
+        )
 
     def _ask(self, question: _Question, keys: Sequence[BlockKey]) -> None:
         run = 0

@@ -29,7 +29,14 @@ from pdserve.connectors.blocks.drafts import DraftedBlock, StepDrafts
 from pdserve.connectors.blocks.failures import Backoff, Failure, WarningLimiter
 from pdserve.connectors.blocks.messages import BlockTransfer, SaveRequest
 from pdserve.connectors.blocks.staging import StagingPool
-from pdserve.connectors.blocks.store import BlockStore, EvictingStore, ForgetfulStore, SealedBlock, WriteResult
+from pdserve.connectors.blocks.store import (
+    BlockStore,
+    EvictingStore,
+    ForgetfulStore,
+    PreparingStore,
+    SealedBlock,
+    WriteResult,
+)
 from pdserve.connectors.blocks.task_threads import TaskThreads
 from pdserve.kv_layout import BlockKey
 
@@ -102,6 +109,7 @@ class BlockSaver:
         clock: Callable[[], float],
     ) -> None:
         self._store = store
+        self._preparing_store = store if isinstance(store, PreparingStore) else None
         self._evicting_store = store if isinstance(store, EvictingStore) else None
         self._forgetful_store = store if isinstance(store, ForgetfulStore) else None
         self._format = block_format
@@ -138,8 +146,8 @@ class BlockSaver:
         blocks = {block.digest: block for request in requests for block in request.blocks}
         if not blocks or self._get_pause() is not None:
             return
-        if self._evicting_store is not None:
-            self._threads.submit(functools.partial(self._evicting_store.prepare, len(blocks)))
+        if self._preparing_store is not None:
+            self._threads.submit(self._preparing_store.prepare([block.key for block in blocks.values()]))
         if self._drafts is not None:
             with self._lock:
                 wanted = [block for digest, block in blocks.items() if digest not in self._writing]

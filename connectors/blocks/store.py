@@ -5,7 +5,7 @@ Two processes' views of the same thing; they share no object.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -101,15 +101,21 @@ class BlockStore(Protocol):
 
 
 @runtime_checkable
-class EvictingStore(Protocol):
-    """A `BlockStore` that makes room by itself, and can be kept from removing what a hand-off needs. Thread-safe."""
+class PreparingStore(Protocol):
+    """A `BlockStore` that can do a part of a write before its bytes are there. Thread-safe."""
 
-    def prepare(self, num_blocks: int) -> None:
-        """So many blocks are being computed, and are written soon, or never: do now what a write would wait for.
+    def prepare(self, keys: Sequence[BlockKey]) -> Callable[[], None]:
+        """These blocks are being computed, and are written soon, or never: what to do now that a write would wait for.
 
-        Called on writer threads, beside a forward pass. Evicts nothing.
+        Called on the forward thread before the step's first layer; what it returns, on a writer thread beside the
+        others. Evicts nothing.
         """
         ...
+
+
+@runtime_checkable
+class EvictingStore(Protocol):
+    """A `BlockStore` that makes room by itself, and can be kept from removing what a hand-off needs. Thread-safe."""
 
     def promise(self, keys: Sequence[BlockKey]) -> None:
         """Evict none of these, stored or not yet: rather fail to write others. Counts: each call wants a `release`."""

@@ -60,7 +60,7 @@ class RedisConnector:
         """
         options = parse_options(context)
         lookup = RedisLookup(RedisServer(options, timeout_s=options.lookup_timeout_s), context, options)
-        index = AskedIndex(lookup, timeout_s=options.lookup_timeout_s)
+        index = AskedIndex(lookup, timeout_s=options.lookup_timeout_s, trusted_connector=CONNECTOR_NAME)
         return StoreScheduler(CONNECTOR_NAME, context, index, saves=options.saves_as(context.role))
 
     @classmethod

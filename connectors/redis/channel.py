@@ -13,7 +13,7 @@ import select
 import socket
 import ssl
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import redis
 
@@ -32,18 +32,18 @@ _KINDS = {
     "NOAUTH": "permission",
     "NOPERM": "permission",
     "WRONGPASS": "permission",
-    "READONLY": "permission",
     "LOADING": "unreachable",
+    "BUSY": "unreachable",
     "MASTERDOWN": "unreachable",
     "CLUSTERDOWN": "unreachable",
     "TRYAGAIN": "unreachable",
+    "READONLY": "moved",
     "MOVED": "moved",
     "ASK": "moved",
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(NamedTuple):
     """A command about one key.
 
     Attributes:
@@ -99,16 +99,16 @@ class Channel:
 
     def queue(self, command: Command) -> None:
         """Add a command to what `flush` sends."""
-        arguments = (command.name, command.key, *command.arguments)
-        self._text.append(b"*%d\r\n" % len(arguments))
-        for argument in arguments:
-            self._text.append(b"$%d\r\n" % len(argument))
+        name, key, arguments, _ = command
+        text = self._text
+        text.append(b"*%d\r\n" % (len(arguments) + 2))
+        for argument in (name, key, *arguments):
             if isinstance(argument, memoryview):
-                self._unsent += (memoryview(b"".join(self._text)), argument)
-                self._text.clear()
+                text.append(b"$%d\r\n" % len(argument))
+                self._unsent += (memoryview(b"".join(text)), argument)
+                text[:] = (b"\r\n",)
             else:
-                self._text.append(argument)
-            self._text.append(b"\r\n")
+                text.append(b"$%d\r\n%b\r\n" % (len(argument), argument))
         self._num_owed += 1
 
     def flush(self) -> None:

@@ -50,7 +50,8 @@ class Address:
     def __str__(self) -> str:
         if self.unix_path:
             return f"unix://{self.unix_path}"
-        return f"{'rediss' if self.is_tls else 'redis'}://{self.host}:{self.port}/{self.db}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'rediss' if self.is_tls else 'redis'}://{host}:{self.port}/{self.db}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,14 +133,16 @@ def get_server_url(options: Mapping[str, Any]) -> str:
 
 
 def _parse_url(raw: Any) -> Address:
-    parts = urlsplit(parse_text(raw))
-    if "@" in parts.netloc:
-        # The ValueError's message shows what was written: a password must not be in it.
+    text = parse_text(raw)
+    # A password may hold characters that end a host's name, or stand where a port does, and a ValueError's message shows
+    # what was written.
+    if "?" in text or ("@" in text and not text.startswith("unix:///")):
         raise ConfigError(
-            "connector redis: option url holds a user or password: use option username, and "
-            "PDSERVE_REDIS_PASSWORD or option password_file"
+            "connector redis: option url holds a user, a password or settings: use the other options, and for a "
+            "password PDSERVE_REDIS_PASSWORD or option password_file"
         )
-    if parts.query or parts.fragment:
+    parts = urlsplit(text)
+    if parts.fragment:
         raise ValueError(f"give {_URL_FORMS}")
     if parts.scheme == "unix" and parts.path and not parts.netloc:
         return Address(host="", unix_path=parts.path)

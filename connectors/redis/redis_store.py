@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.blocks.block_format import BlockFormat
 from pdserve.connectors.blocks.block_memory import BlockMemory
-from pdserve.connectors.blocks.failures import Failure, InvalidBlockError
+from pdserve.connectors.blocks.failures import Backoff, Failure, InvalidBlockError
 from pdserve.connectors.blocks.messages import BlockTransfer
 from pdserve.connectors.blocks.store import SealedBlock, WriteResult
 from pdserve.connectors.redis.channel import Channel, Command
 from pdserve.connectors.redis.keys import KeyNames
 from pdserve.connectors.redis.options import CONNECTOR_NAME, RedisOptions
 from pdserve.connectors.redis.reads import ValueReader
-from pdserve.connectors.redis.server import ExchangeError, RedisServer
+from pdserve.connectors.redis.server import Exchange, ExchangeError, RedisServer
 from pdserve.errors import ConfigError
 from pdserve.kv_layout import BlockKey
 
@@ -40,28 +41,32 @@ class RedisStore:
     def __init__(self, server: RedisServer, context: ConnectorContext, options: RedisOptions) -> None:
         self._server = server
         self._is_cluster = options.cluster
+        self._saves = options.saves_as(context.role)
         self._names = KeyNames(options.prefix, context.identity, context.rank)
         self._format = BlockFormat(context.identity, context.spec, context.rank)
         self._ttl = b"%d" % options.ttl_s if options.ttl_s else None
         self._reader = ValueReader(self._names, self._format, self._ttl)
+        self._backoff = Backoff(time.monotonic)
+        # Whether a block of the step under way was there when it began.
+        self._are_there: dict[bytes, bool] = {}
         self.place = server.place
         self.blocks_per_read = _WHOLE_LOAD
         self.blocks_per_write = max(options.max_batch_bytes // self._format.value_bytes, 1)
 
     def check_access(self) -> None:
-        """Ask one question, so that a wrong password is told at start.
+        """Try every command about a key that nobody has, so that a wrong password or a missing right is told at start.
 
         Raises:
             ConfigError: the server refuses this user.
         """
-        failure: Failure | int
         try:
             with self._server.exchange() as exchange:
-                failure = exchange.ask([Command(b"STRLEN", self._names.prefix)])[0].read_number()
+                failures = [failure for failure in self._try_commands(exchange) if failure is not None]
         except ExchangeError as error:
-            failure = error.failure
-        if not isinstance(failure, Failure):
+            failures = [error.failure]
+        if not failures:
             return
+        failure = next((failure for failure in failures if failure.kind == "permission"), failures[0])
         if failure.kind == "permission":
             raise ConfigError(
                 f"connector {CONNECTOR_NAME}: {self.place} refuses: {failure.reason}; "
@@ -69,12 +74,29 @@ class RedisStore:
             )
         logger.warning("%s cannot be used now: %s; prompts are computed until it can", self.place, failure.reason)
 
+    def prepare(self, keys: Sequence[BlockKey]) -> Callable[[], None]:
+        """Ask which of these are there, for `has`, and for `write`, which asks for what it was not told."""
+        self._are_there = are_there = {}
+
+        def ask() -> None:
+            with contextlib.suppress(ExchangeError):
+                are_there.update(self._ask_for(keys))
+
+        return ask
+
     def has(self, key: BlockKey) -> bool:
-        """Not known without asking; `write` asks for many at once."""
-        return False
+        """Whether it was there when the step began; it may have gone since, as at any time: `count_missing` tells."""
+        return self._are_there.get(key.digest, False)
 
     def read(self, blocks: Sequence[BlockTransfer], memory: BlockMemory) -> Generator[Failure | None]:
-        """Ask ahead, and take the answers in order; what was used lives on for another TTL."""
+        """Ask ahead, and take the answers in order; what was used lives on for another TTL.
+
+        After a failure of the server there is a pause: loads that wait for their turn do not wait for it one by one.
+        """
+        paused = self._backoff.get_reason()
+        if paused is not None:
+            yield Failure(paused, "an earlier read failed")
+            return
         asked: list[list[Channel]] = []
         step = self._reader.num_ahead // 2
         try:
@@ -83,17 +105,24 @@ class RedisStore:
                     while len(asked) < min(index + 1 + step, len(blocks)):
                         more = blocks[len(asked) : len(asked) + step]
                         asked += self._reader.ask(exchange, more, len(asked))
-                    yield self._read_block(asked[index], block, memory)
+                    failure = self._read_block(asked[index], block, memory)
+                    if index == 0:
+                        self._backoff.count_success()
+                    yield failure
         except ExchangeError as error:
+            self._backoff.count_failure(error.failure.kind)
             yield error.failure
 
     def write(self, blocks: Sequence[SealedBlock]) -> list[WriteResult]:
-        """Ask which are there, give those another TTL, and send the others."""
+        """Send what is not there, after asking for those that `prepare` has not asked for."""
+        are_there = {block.key.digest: self._are_there.get(block.key.digest) for block in blocks}
+        unknown = [block.key for block in blocks if are_there[block.key.digest] is None]
         results: dict[bytes, WriteResult] = {}
         try:
-            there, missing = self._divide(blocks)
-            results = {block.key.digest: WriteResult(was_there=True) for block in there}
-            for block, failure in self._set(missing, there):
+            if unknown:
+                are_there |= self._ask_for(unknown)
+            results = {digest: WriteResult(was_there=True) for digest, is_there in are_there.items() if is_there}
+            for block, failure in self._set([block for block in blocks if not are_there[block.key.digest]]):
                 results[block.key.digest] = WriteResult(failure)
         except ExchangeError as error:
             rest = WriteResult(error.failure)
@@ -117,30 +146,50 @@ class RedisStore:
         """Close the connections."""
         self._server.close()
 
-    def _divide(self, blocks: Sequence[SealedBlock]) -> tuple[list[SealedBlock], list[SealedBlock]]:
-        """Those that are there whole, and the others, in one round trip."""
-        questions = [Command(b"STRLEN", self._names.of(block.key.digest)) for block in blocks]
-        with self._server.exchange() as exchange:
-            # A key that holds no string, or a question that was refused: the write will tell.
-            are_there = [channel.read_number() == self._format.value_bytes for channel in exchange.ask(questions)]
-        there = [block for block, is_there in zip(blocks, are_there, strict=True) if is_there]
-        return there, [block for block, is_there in zip(blocks, are_there, strict=True) if not is_there]
-
-    def _set(
-        self, missing: Sequence[SealedBlock], there: Sequence[SealedBlock]
-    ) -> Iterator[tuple[SealedBlock, Failure | None]]:
-        """Send ``missing``, one by one with what became of it; ``there`` lives on for another TTL."""
-        expiry: tuple[bytes, ...] = ()
-        renewals = []
+    def _try_commands(self, exchange: Exchange) -> Iterator[Failure | None]:
+        """What the server refuses of all that this engine needs."""
+        name = self._names.prefix
+        commands = [Command(b"STRLEN", name), Command(b"UNLINK", name)]
         if self._ttl is not None:
-            expiry = (b"EX", self._ttl)
-            renewals = [Command(b"EXPIRE", self._names.of(block.key.digest), (self._ttl,)) for block in there]
-        commands = [Command(b"SET", self._names.of(block.key.digest), (block.value, *expiry)) for block in missing]
+            commands.append(Command(b"EXPIRE", name, (self._ttl,)))
+        values = [Command(b"GETRANGE", name, (b"0", b"0"))]
+        if self._saves:
+            commands.append(Command(b"EXISTS", name))
+            values.append(Command(b"SET", name, (b"", b"XX")))  # which writes nothing where nothing is
+        channels = exchange.ask([*commands, *values])
+        for channel in channels[: len(commands)]:
+            reply = channel.read_number()
+            yield reply if isinstance(reply, Failure) else None
+        for channel in channels[len(commands) :]:
+            length = channel.read_value_length()
+            if isinstance(length, Failure):
+                yield None if length.kind == "missing" else length
+            else:
+                channel.end_value()
+
+    def _ask_for(self, keys: Sequence[BlockKey]) -> dict[bytes, bool]:
+        """Whether each is there whole, by digest, in one round trip; those that are live on for another TTL.
+
+        Raises:
+            ExchangeError: the server does not answer.
+        """
+        questions = []
+        for name in (self._names.of(key.digest) for key in keys):
+            questions.append(Command(b"STRLEN", name))
+            if self._ttl is not None:
+                questions.append(Command(b"EXPIRE", name, (self._ttl,)))
         with self._server.exchange() as exchange:
-            channels = exchange.ask([*renewals, *commands])
-            for channel in channels[: len(renewals)]:
-                channel.read_number()
-            for channel, block in zip(channels[len(renewals) :], missing, strict=True):
+            replies = [channel.read_number() for channel in exchange.ask(questions)]
+        # A key that holds no string, or a question that was refused: the write will tell.
+        lengths = replies[:: len(questions) // len(keys)]
+        return {key.digest: length == self._format.value_bytes for key, length in zip(keys, lengths, strict=True)}
+
+    def _set(self, blocks: Sequence[SealedBlock]) -> Iterator[tuple[SealedBlock, Failure | None]]:
+        """Send ``blocks``, one by one with what became of it."""
+        expiry = () if self._ttl is None else (b"EX", self._ttl)
+        commands = [Command(b"SET", self._names.of(block.key.digest), (block.value, *expiry)) for block in blocks]
+        with self._server.exchange() as exchange:
+            for channel, block in zip(exchange.ask(commands), blocks, strict=True):
                 failure = channel.read_ok()
                 if failure is not None and failure.kind == "moved":
                     self._server.note_move()
@@ -150,6 +199,8 @@ class RedisStore:
         failure: Failure | None = _BROKEN_OFF
         try:
             failure = self._reader.read(channels, block.key, memory.get_view(block.block_id))
+            if failure is not None and failure.kind == "moved":
+                self._server.note_move()
         except InvalidBlockError as error:
             self._remove(block.digest)
             failure = Failure(error.kind, f"its value is {error.kind} and was removed")

@@ -143,8 +143,10 @@ def test_replies_in_any_pieces(make_link, size: int) -> None:
         (b"OOM command not allowed", "no_space"),
         (b"NOAUTH Authentication required.", "permission"),
         (b"NOPERM this user", "permission"),
-        (b"READONLY replica", "permission"),
+        (b"READONLY replica", "moved"),
         (b"LOADING dataset", "unreachable"),
+        (b"BUSY running a script", "unreachable"),
+        (b"MISCONF cannot persist", "io"),
         (b"CLUSTERDOWN down", "unreachable"),
         (b"MOVED 1 host:1", "moved"),
         (b"ASK 1 host:1", "moved"),
@@ -161,7 +163,7 @@ def test_refusals_have_kinds_wherever_they_come(make_link, message: bytes, kind:
 
 
 @pytest.mark.parametrize(
-    "stream", [b"*1\r\n", b"$3\r\nabc\r\n", b"?\r\n", b"\r\n", b"x" * 10000, b":0\t\n:0\r\n", b":\r\n"]
+    "stream", [b"*1\r\n", b">2\r\n", b"$3\r\nabc\r\n", b"?\r\n", b"\r\n", b"x" * 10000, b":0\t\n:0\r\n", b":\r\n"]
 )
 def test_what_no_server_says_ends_the_connection(make_link, stream: bytes) -> None:
     link = make_link()

@@ -26,7 +26,9 @@ def parse(**given: Any) -> RedisOptions:
         ("redis://kv.example", Address("kv.example"), "redis://kv.example:6379/0"),
         ("redis://10.0.0.1:7000/2", Address("10.0.0.1", 7000, db=2), "redis://10.0.0.1:7000/2"),
         ("rediss://kv.example:1", Address("kv.example", 1, is_tls=True), "rediss://kv.example:1/0"),
+        ("rediss://[::1]:1", Address("::1", 1, is_tls=True), "rediss://[::1]:1/0"),
         ("unix:///run/redis.sock", Address("", unix_path="/run/redis.sock"), "unix:///run/redis.sock"),
+        ("unix:///run/a b@c/s", Address("", unix_path="/run/a b@c/s"), "unix:///run/a b@c/s"),
     ],
 )
 def test_an_address_is_understood_and_shown(url: str, address: Address, place: str) -> None:
@@ -40,7 +42,7 @@ def test_an_address_is_understood_and_shown(url: str, address: Address, place: s
         ("url", "http://kv", "give redis://host:port/db"),
         ("url", "redis://", "give redis://host:port/db"),
         ("url", "unix://host/path", "give redis://host:port/db"),
-        ("url", "redis://kv/0?ssl=1", "give redis://host:port/db"),
+        ("url", "redis://kv/0#ssl", "give redis://host:port/db"),
         ("url", "redis://kv/x", "the database behind the host is a number"),
         ("url", "redis://kv:99999", "Port out of range"),
         ("url", 5, "give text"),
@@ -91,7 +93,18 @@ def test_secrets_come_from_a_file_or_the_environment_and_are_never_shown(
             parse(password_file=str(file))
 
 
-def test_a_password_in_the_url_is_refused_and_not_repeated() -> None:
-    with pytest.raises(ConfigError, match="use option username, and PDSERVE_REDIS_PASSWORD") as caught:
-        parse(url="redis://me:secret@kv:1")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://me:secret@kv:1",
+        *(f"redis://:{mark}secret{mark}@kv" for mark in "/?#[]@: "),
+        "redis://kv/0?password=secret",
+        "unix:///run/s?password=secret",
+        "unix://me:secret@/run/s",
+    ],
+)
+def test_a_password_in_the_url_is_refused_and_not_repeated(url: str) -> None:
+    """Whatever characters it has."""
+    with pytest.raises(ConfigError, match="PDSERVE_REDIS_PASSWORD or option password_file") as caught:
+        parse(url=url)
     assert "secret" not in caught.value.message
