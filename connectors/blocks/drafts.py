@@ -5,7 +5,7 @@ A step's way::
     forward thread                                      writer thread
     before the first layer: a staging slot each
     after every few layers: copy them to staging ─────> append them to the blocks' drafts
-    after the last: hand the blocks to the saver ─────> the last piece, publication
+    after the last: copy it, hand over to the saver ──> the last piece, publication
 
 When the forward pass fails, nobody takes the blocks, and their drafts are abandoned. A draft is never more than an
 advance on the ordinary way: whatever goes wrong with it, the staging slot holds the whole block in the end.
@@ -21,16 +21,16 @@ from collections.abc import Iterable, Sequence
 from pdserve.connectors.blocks.block_format import HEADER_BYTES
 from pdserve.connectors.blocks.block_memory import BlockMemory
 from pdserve.connectors.blocks.messages import BlockTransfer
-from pdserve.connectors.blocks.staging import StagingPool
+from pdserve.connectors.blocks.staging import NO_WAIT, StagingPool
 from pdserve.connectors.blocks.store import BlockDraft, DraftingStore
 from pdserve.connectors.blocks.task_threads import TaskThreads
 from pdserve.kv_layout import KVCacheSpec
 
-# A piece more costs a write a block; a piece less leaves more to write when the last layer is done.
-_NUM_PIECES = 6
+# Before the last layer, which is a piece of its own: all that is left to write when the forward pass ends. A piece
+# more costs each block a write; one less begins later, and a slow store has not ended it when the last layer comes.
+_NUM_EARLY_PIECES = 3
 # Each draft is an open file or the like.
 _MAX_DRAFTS = 64
-_NO_WAIT = float("-inf")
 
 
 class DraftedBlock:
@@ -120,7 +120,10 @@ class StepDrafts:
         self._threads = threads
         self._layer_bytes = spec.block_bytes // spec.num_layers
         self._num_layers = spec.num_layers
-        self._piece_ends = {-(-self._num_layers * piece // _NUM_PIECES) for piece in range(1, _NUM_PIECES + 1)}
+        num_early_layers = self._num_layers - 1
+        self._early_ends = {
+            -(-num_early_layers * piece // _NUM_EARLY_PIECES) for piece in range(1, _NUM_EARLY_PIECES + 1)
+        }
         # The step's other blocks need staging memory as well, and these hold theirs to the step's end.
         self._max_blocks = min(_MAX_DRAFTS, staging.num_free // 2)
         self._blocks: dict[bytes, DraftedBlock] = {}
@@ -133,7 +136,7 @@ class StepDrafts:
         """Take these blocks, which are whole after the forward pass, or as many as there is room for now."""
         self._memory = memory
         for block in blocks:
-            slot = self._staging.acquire(_NO_WAIT) if len(self._blocks) < self._max_blocks else None
+            slot = self._staging.acquire(NO_WAIT) if len(self._blocks) < self._max_blocks else None
             if slot is None:
                 return
             payload = self._staging.get_buffer(slot).data[HEADER_BYTES:]
@@ -142,7 +145,7 @@ class StepDrafts:
     def save_layer(self, layer: int) -> None:
         """``layer`` of all blocks stands in KV memory, and so do those before it."""
         end = layer + 1
-        if self._memory is None or not self._blocks or end not in self._piece_ends:
+        if self._memory is None or not self._blocks or end not in self._early_ends:
             return
         blocks = tuple(self._blocks.values())
         for block in blocks:

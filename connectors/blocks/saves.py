@@ -28,7 +28,7 @@ from pdserve.connectors.blocks.block_memory import BlockMemory
 from pdserve.connectors.blocks.drafts import DraftedBlock, StepDrafts
 from pdserve.connectors.blocks.failures import Backoff, Failure, WarningLimiter
 from pdserve.connectors.blocks.messages import BlockTransfer, SaveRequest
-from pdserve.connectors.blocks.staging import StagingPool
+from pdserve.connectors.blocks.staging import NO_WAIT, StagingPool
 from pdserve.connectors.blocks.store import (
     BlockStore,
     EvictingStore,
@@ -127,6 +127,7 @@ class BlockSaver:
         self._announced: dict[str, _Sender] = {}
         self._writing: dict[bytes, list[_Sender]] = {}
         self._queued: deque[_StagedBlock] = deque()
+        self._num_unsubmitted = 0
         self._stats = ConnectorStats()
 
     def set_wake_up(self, wake: Callable[[], None]) -> None:
@@ -173,9 +174,10 @@ class BlockSaver:
             self._promise(sender, keys)
             if self._forgetful_store is not None:
                 sender.handed_over += keys
-            for block in request.blocks:
+            for block, key in zip(request.blocks, keys, strict=True):
                 if not self._join_write(sender, block.digest):
-                    self._save_block(sender, block, memory, deadline)
+                    self._save_block(sender, block, key, memory, deadline)
+        self._hand_over(at_least=1)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """These requests ended and nobody waits for their sending; what was copied is still written."""
@@ -258,19 +260,21 @@ class BlockSaver:
                 sender.pending.add(digest)
             return True
 
-    def _save_block(self, sender: _Sender, block: BlockTransfer, memory: BlockMemory, deadline: float) -> None:
+    def _save_block(
+        self, sender: _Sender, block: BlockTransfer, key: BlockKey, memory: BlockMemory, deadline: float
+    ) -> None:
         draft = self._drafts.take(block.digest) if self._drafts is not None else None
         if draft is not None:
-            self._queue(sender, _StagedBlock(block.key, draft.slot, draft))
+            self._queue(sender, _StagedBlock(key, draft.slot, draft))
             return
-        if self._store.has(block.key):
+        if self._store.has(key):
             sender.failed.discard(block.digest)
             return
         paused = self._get_pause()
         if paused is not None:
             self._drop(sender, block.digest, paused)
             return
-        slot = self._staging.acquire(deadline)
+        slot = self._acquire_slot(deadline)
         if slot is None:
             self._congestion.count_failure("timeout")
             self._warnings.warn("timeout", "KV is not saved: writing is too slow and the staging memory full")
@@ -278,7 +282,16 @@ class BlockSaver:
             return
         self._congestion.count_success()
         memory.copy_out(block.block_id, block.num_tokens, self._staging.get_buffer(slot).data[HEADER_BYTES:])
-        self._queue(sender, _StagedBlock(block.key, slot))
+        self._queue(sender, _StagedBlock(key, slot))
+        self._hand_over(at_least=self._store.blocks_per_write)
+
+    def _acquire_slot(self, deadline: float) -> int | None:
+        """Staging memory for a block; who waits for it sees to it that the writers have all that is staged."""
+        slot = self._staging.acquire(NO_WAIT)
+        if slot is None:
+            self._hand_over(at_least=1)
+            slot = self._staging.acquire(deadline)
+        return slot
 
     def _queue(self, sender: _Sender, staged: _StagedBlock) -> None:
         digest = staged.key.digest
@@ -286,7 +299,14 @@ class BlockSaver:
             self._writing[digest] = [sender]
             sender.pending.add(digest)
             self._queued.append(staged)
-        self._threads.submit(self._write_some)
+        self._num_unsubmitted += 1
+
+    def _hand_over(self, *, at_least: int) -> None:
+        """Let the writers know of what is queued, if it is so much: waking them takes as long as copying a layer."""
+        if self._num_unsubmitted >= at_least:
+            num_batches = -(-self._num_unsubmitted // self._store.blocks_per_write)
+            self._num_unsubmitted = 0
+            self._threads.submit(*[self._write_some] * num_batches)
 
     def _get_pause(self) -> str | None:
         return self._backoff.get_reason() or self._congestion.get_reason()
@@ -318,11 +338,9 @@ class BlockSaver:
         try:
             results = self._write(batch)
         finally:
-            seconds = time.perf_counter() - began
-            for staged, result in zip(batch, results, strict=True):
-                self._staging.release(staged.slot)
-                early = staged.draft.seconds if staged.draft is not None else 0.0
-                self._settle(staged.key.digest, result, early + seconds / len(batch))
+            seconds = (time.perf_counter() - began) / len(batch)
+            self._staging.release(*(staged.slot for staged in batch))
+            self._settle(batch, results, seconds)
 
     def _write(self, batch: Sequence[_StagedBlock]) -> Sequence[WriteResult]:
         """Publish drafts, and write the others, and those whose draft came to nothing."""
@@ -349,32 +367,42 @@ class BlockSaver:
                 )
         return results
 
-    def _settle(self, digest: bytes, result: WriteResult, seconds: float) -> None:
-        num_bytes = self._format.payload_bytes
+    def _settle(self, batch: Sequence[_StagedBlock], results: Sequence[WriteResult], seconds: float) -> None:
+        """Tell everybody who waits for these blocks; ``seconds`` were spent on each, besides its draft's."""
         with self._lock:
-            senders = self._writing.pop(digest)
-            for sender in senders:
-                sender.pending.discard(digest)
-                sender.deadline = self._clock() + _STUCK_AFTER_S
-                if sender.is_given_up:
-                    self._stats.count_failure("late")
-                if result.failure is None:
-                    sender.failed.discard(digest)
-                else:
-                    sender.failed.add(digest)
-            if result.failure is not None:
-                self._stats.count_failure(result.failure.kind)
-            elif not result.was_there:
-                senders[0].num_bytes += num_bytes
-                self._stats.num_blocks_saved += 1
-                self._stats.num_bytes_saved += num_bytes
-                self._stats.save_seconds += seconds
-            has_end = any(sender.is_announced and not sender.pending for sender in senders)
-            unsure = [sender for sender in senders if sender.pending == {_QUESTION} and not sender.is_given_up]
+            settled: set[_Sender] = set()
+            for staged, result in zip(batch, results, strict=True):
+                senders = self._writing.pop(staged.key.digest)
+                settled.update(senders)
+                self._settle_block(staged, result, senders, seconds)
+            has_end = any(sender.is_announced and not sender.pending for sender in settled)
+            unsure = [sender for sender in settled if sender.pending == {_QUESTION} and not sender.is_given_up]
         if has_end:
             self._wake_engine()
         for sender in unsure:
             self._ask_for_all(sender)
+
+    def _settle_block(
+        self, staged: _StagedBlock, result: WriteResult, senders: Sequence[_Sender], seconds: float
+    ) -> None:
+        digest = staged.key.digest
+        for sender in senders:
+            sender.pending.discard(digest)
+            sender.deadline = self._clock() + _STUCK_AFTER_S
+            if sender.is_given_up:
+                self._stats.count_failure("late")
+            if result.failure is None:
+                sender.failed.discard(digest)
+            else:
+                sender.failed.add(digest)
+        if result.failure is not None:
+            self._stats.count_failure(result.failure.kind)
+        elif not result.was_there:
+            num_bytes = self._format.payload_bytes
+            senders[0].num_bytes += num_bytes
+            self._stats.num_blocks_saved += 1
+            self._stats.num_bytes_saved += num_bytes
+            self._stats.save_seconds += seconds + (staged.draft.seconds if staged.draft is not None else 0.0)
 
     def _ask_for_all(self, sender: _Sender) -> None:
         """Whether the store still has what was written; what it has lost is not offered."""

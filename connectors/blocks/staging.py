@@ -8,6 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+NO_WAIT = float("-inf")
+"""The deadline of who takes a free buffer or none."""
+
 
 class StagingPool:
     """Buffers for blocks that wait to be written.
@@ -54,10 +57,10 @@ class StagingPool:
         buffer: npt.NDArray[np.uint8] = self._buffers[slot]
         return buffer
 
-    def release(self, slot: int) -> None:
-        """Give a buffer back."""
+    def release(self, *slots: int) -> None:
+        """Give buffers back."""
         with self._changed:
-            self._returned.append(slot)
+            self._returned += slots
             self._changed.notify()
 
     def close(self) -> None:

@@ -9,14 +9,15 @@ from pdserve.connectors.blocks.failures import InvalidBlockError
 from pdserve.kv_layout import BlockKey
 
 
-def write_all(fd: int, data: memoryview) -> None:
-    """Write all of ``data`` where ``fd`` stands.
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` from ``offset`` on.
 
     Raises:
         OSError: the disk is full, a limit was hit, or the device failed.
     """
     while data:
-        data = data[os.writev(fd, [data]) :]
+        num_written = os.pwrite(fd, data, offset)
+        data, offset = data[num_written:], offset + num_written
 
 
 def read_block(fd: int, file_bytes: int, block_format: BlockFormat, key: BlockKey, payload: memoryview) -> None:

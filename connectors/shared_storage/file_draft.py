@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from pdserve.connectors.blocks.block_format import HEADER_BYTES, BlockFormat
 from pdserve.connectors.shared_storage.block_file import write_all
 from pdserve.connectors.shared_storage.capacity import CapacityKeeper
@@ -26,10 +24,10 @@ class FileDraft:
         self._capacity = capacity
         self._format = block_format
         self._checksum = block_format.start_checksum(key)
+        self._end = HEADER_BYTES
         self._file: UnpublishedFile | None = None
         try:
             self._file = capacity.open_file(key)
-            os.lseek(self._file.fd, HEADER_BYTES, os.SEEK_SET)
         except OSError:
             self.abandon()
 
@@ -39,7 +37,8 @@ class FileDraft:
             return
         self._checksum.update(piece)
         try:
-            write_all(self._file.fd, piece)
+            write_all(self._file.fd, piece, self._end)
+            self._end += len(piece)
         except OSError:
             self.abandon()
 
@@ -49,8 +48,7 @@ class FileDraft:
         if file is None:
             return False
         try:
-            os.lseek(file.fd, 0, os.SEEK_SET)
-            write_all(file.fd, memoryview(self._format.build_header(file.key, self._checksum)))
+            write_all(file.fd, memoryview(self._format.build_header(file.key, self._checksum)), 0)
         except OSError:
             self._capacity.discard_file(file)
             return False

@@ -36,14 +36,14 @@ class StorageOptions(TransferOptions):
         max_bytes: the store is kept below this; None = a quarter of the file system, and at most what is free.
         min_age_s: evicting a file younger than this is told in the log: it may be on its way to a decode instance.
         writer_threads: threads that save; as many as load: what shows of a save is its last chunk, when cores are free.
-        layerwise: write a block's first layers while its last ones are computed.
+        layerwise: write a block's first layers while its last ones are computed; else all after the forward pass.
     """
 
     path: Path
     max_bytes: int | None = None
     min_age_s: float = 60.0
     writer_threads: int = field(default_factory=count_transfer_threads)
-    layerwise: bool = False
+    layerwise: bool = True
 
 
 def parse_options(context: ConnectorContext) -> StorageOptions:

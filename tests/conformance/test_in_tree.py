@@ -43,9 +43,9 @@ class TestSharedStorage(Suite):
     connector = "shared_storage"
 
 
-class TestSharedStorageLayerwise(Suite):
+class TestSharedStorageWholeBlocks(Suite):
     connector = "shared_storage"
-    connector_options: ClassVar[Mapping[str, Any]] = {"layerwise": True}
+    connector_options: ClassVar[Mapping[str, Any]] = {"layerwise": False}
 
 
 class TestRedis(Suite):

@@ -74,9 +74,9 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate = threading.Event()
     write_all = file_draft.write_all
 
-    def wait_and_write(fd: int, data: memoryview) -> None:
+    def wait_and_write(fd: int, data: memoryview, offset: int) -> None:
         gate.wait(30)
-        write_all(fd, data)
+        write_all(fd, data, offset)
 
     monkeypatch.setattr(file_draft, "write_all", wait_and_write)
     yield gate
@@ -89,7 +89,6 @@ def test_the_first_layer_is_written_before_the_last_is_computed(producer, make_e
     wait_until(lambda: [p.stat().st_size for p in list_temps(store)] == [HEADER_BYTES + LAYER_BYTES] * NUM_BLOCKS)
     assert count_published(store) == 0
     step.compute(1)
-    wait_until(lambda: {p.stat().st_size for p in list_temps(store)} == {HEADER_BYTES + 2 * LAYER_BYTES})
     assert count_published(store) == 0  # the forward pass has not ended well yet
     producer.worker.wait_for_save()
     wait_until(lambda: count_published(store) == NUM_BLOCKS)
@@ -139,11 +138,11 @@ def test_a_draft_that_fails_is_written_like_any_block(
     num_writes: dict[int, int] = {}
     write_all = file_draft.write_all
 
-    def fail_once(fd: int, data: memoryview) -> None:
+    def fail_once(fd: int, data: memoryview, offset: int) -> None:
         num_writes[fd] = num_writes.get(fd, 0) + 1
         if num_writes[fd] == fails_at:
             raise OSError(5, "broken")
-        write_all(fd, data)
+        write_all(fd, data, offset)
 
     monkeypatch.setattr(file_draft, "write_all", fail_once)
     step = Step(producer)
@@ -203,7 +202,7 @@ def test_layers_are_wanted_only_where_something_is_saved(producer) -> None:
 
 
 def test_whole_blocks_want_no_layers(make_engine, store: Path) -> None:
-    engine = make_engine("prefill")
+    engine = make_engine("prefill", layerwise=False)
     Step(engine)
     assert not engine.worker.wants_layers()
     assert list_temps(store) == []
@@ -257,8 +256,8 @@ def test_layers_copied_one_by_one_are_the_block() -> None:
         assert whole.tobytes() == parts.tobytes()
 
 
-@pytest.mark.parametrize(("num_layers", "ends"), [(1, [1]), (4, [1, 2, 3, 4]), (30, [5, 10, 15, 20, 25, 30])])
-def test_a_block_goes_in_at_most_six_pieces(num_layers: int, ends: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_layers", "ends"), [(1, [1]), (4, [1, 2, 3, 4]), (30, [10, 20, 29, 30])])
+def test_a_block_goes_in_at_most_four_pieces_the_last_layer_alone(num_layers: int, ends: list[int]) -> None:
     spec = KVCacheSpec(num_layers=num_layers, num_kv_heads=1, head_dim=2, block_size=4, dtype="bfloat16")
     memory = BlockMemory(torch.ones((1, *spec.block_shape), dtype=torch.bfloat16), spec, "mine")
     pieces: list[int] = []
@@ -284,7 +283,7 @@ def test_a_block_goes_in_at_most_six_pieces(num_layers: int, ends: list[int], tm
     for layer in range(num_layers):
         before = len(pieces)
         step.save_layer(layer)
-        if layer + 1 in ends:
+        if layer + 1 in ends[:-1]:
             wait_until(lambda before=before: len(pieces) > before)  # type: ignore[misc]
     block = step.take(b"d" * 16)
     assert block is not None

@@ -327,7 +327,7 @@ def test_a_vanished_directory_costs_a_warning_and_comes_back(
         (errno.EFBIG, "io"),
     ],
 )
-@pytest.mark.parametrize("call", ["open", "writev", "rename"])
+@pytest.mark.parametrize("call", ["open", "pwrite", "rename"])
 def test_a_write_that_fails_is_counted_and_leaves_nothing(
     make_engine, store: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: str, call: str
 ) -> None:
@@ -349,8 +349,8 @@ def test_a_write_that_fails_is_counted_and_leaves_nothing(
 
 def test_a_write_in_pieces_is_whole(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Systems may write and read less than they were asked to."""
-    real_write, real_read = os.writev, os.preadv
-    monkeypatch.setattr(os, "writev", lambda fd, parts: real_write(fd, [parts[0][:7]]))
+    real_write, real_read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real_write(fd, data[:7], offset))
     monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: real_read(fd, [parts[0][:11]], offset))
     assert make_engine("prefill").send("p", PROMPT)
     assert make_engine("decode").load("d", PROMPT) == len(PROMPT)
@@ -442,11 +442,11 @@ from pdserve.connectors.shared_storage import SharedStorageConnector
 from pdserve.connectors.testing import EngineHarness, build_context
 from pdserve.protocol import Role
 
-real = os.writev
-def write_half_and_die(fd, parts):
-    real(fd, [parts[0][: len(parts[0]) // 2]])
+real = os.pwrite
+def write_half_and_die(fd, data, offset):
+    real(fd, data[: len(data) // 2], offset)
     os.kill(os.getpid(), signal.SIGKILL)
-os.writev = write_half_and_die
+os.pwrite = write_half_and_die
 engine = EngineHarness(SharedStorageConnector, build_context(Role.PREFILL, {"path": sys.argv[1]}))
 engine.send("p", list(range(17)))
 """
