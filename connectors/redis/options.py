@@ -134,8 +134,8 @@ def get_server_url(options: Mapping[str, Any]) -> str:
 
 def _parse_url(raw: Any) -> Address:
     text = parse_text(raw)
-    # A password may hold characters that end a host's name, or stand where a port does, and a ValueError's message shows
-    # what was written.
+    # A password may hold characters that end a host's name, or stand where a port does; and the message of a ValueError
+    # shows what was written.
     if "?" in text or ("@" in text and not text.startswith("unix:///")):
         raise ConfigError(
             "connector redis: option url holds a user, a password or settings: use the other options, and for a "
