@@ -143,10 +143,11 @@ class EngineCore:
             self._grammars.compile(grammar)
 
     def add_request(self, message: AddRequest) -> None:
-        """Queue a request; its id must be unique among live ones.
+        """Queue a request.
 
         Raises:
             RequestError: see `validate`.
+            EngineError: its id is that of a request that lives, or whose KV still moves: a report could mean either.
             OverloadedError: the queue is full.
         """
         self.validate(message)

@@ -120,6 +120,10 @@ class KVTransfers:
         """Whether a report is still to come."""
         return bool(self._loads or self._sends)
 
+    def has(self, request_id: str) -> bool:
+        """Whether a report on this request is still to come."""
+        return request_id in self._loads or request_id in self._sends
+
     @property
     def has_unannounced(self) -> bool:
         """Whether hand-offs wait for their KV to be saved."""
@@ -232,8 +236,10 @@ class KVTransfers:
     def cancel_send(self, request_id: str) -> None:
         """No consumer will come for what this ended request holds; unknown ids are ignored."""
         send = self._sends.get(request_id)
-        if send is not None and not send.is_cancelled and isinstance(self._connector, CancelsSends):
-            send.is_cancelled = True
+        if send is None or send.is_cancelled:
+            return
+        send.is_cancelled, send.announcement = True, None
+        if isinstance(self._connector, CancelsSends):
             self._connector.cancel_send(request_id)
 
     def defer(self, end: RequestOutput) -> bool:

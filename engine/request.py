@@ -41,9 +41,8 @@ class Request:
         token_ids: prompt and output, oldest first.
         num_computed_tokens: leading tokens whose KV stands in the request's blocks.
         block_digests: identity of each full block of ``token_ids``.
-        num_cached_tokens: prompt tokens this engine did not compute, fixed at the first admission.
+        num_cached_tokens: prompt tokens that this engine has not computed, whatever became of their blocks.
         num_external_tokens: the part of them that a connector loaded.
-        num_preemptions: times its blocks were taken.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class Request:
 
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
-        self.num_cached_tokens: int | None = None
+        self.num_cached_tokens = 0
         self.num_external_tokens = 0
-        self.num_preemptions = 0
+        self._max_cached_tokens = self.num_prompt_tokens
         self.received_s = now_s
         self.admitted_s = now_s
         self.first_scheduled_s: float | None = None
@@ -138,22 +137,28 @@ class Request:
         """Blocks are allocated; the first ``num_local_tokens`` tokens are prefix hits."""
         self.admitted_s = now_s
         self.num_computed_tokens = num_local_tokens
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = min(num_local_tokens, self.num_prompt_tokens)
+        self.num_cached_tokens = min(num_local_tokens, self._max_cached_tokens)
+        self.num_external_tokens = 0
 
     def note_loaded(self, num_tokens: int) -> None:
         """A connector filled the blocks of the next ``num_tokens`` tokens."""
         self.num_computed_tokens += num_tokens
-        if self.num_preemptions == 0:
-            self.num_external_tokens = num_tokens
-            self.num_cached_tokens = min((self.num_cached_tokens or 0) + num_tokens, self.num_prompt_tokens)
+        num_local_tokens = self.num_cached_tokens
+        self.num_cached_tokens = min(num_local_tokens + num_tokens, self._max_cached_tokens)
+        self.num_external_tokens = self.num_cached_tokens - num_local_tokens
 
     def note_lost(self, num_good_tokens: int) -> None:
         """Blocks behind the first ``num_good_tokens`` tokens were not filled after all: nothing of them was cached."""
-        num_local_tokens = (self.num_cached_tokens or 0) - self.num_external_tokens
+        num_local_tokens = self.num_cached_tokens - self.num_external_tokens
         self.num_computed_tokens = min(self.num_computed_tokens, num_good_tokens)
-        self.num_cached_tokens = min(self.num_cached_tokens or 0, num_good_tokens)
+        self.num_cached_tokens = min(self.num_cached_tokens, num_good_tokens)
         self.num_external_tokens = max(self.num_cached_tokens - num_local_tokens, 0)
+
+    def note_released(self) -> None:
+        """Its blocks were taken: it starts again from its tokens. Those computed once are not cached when hit later."""
+        self._max_cached_tokens = self.num_cached_tokens
+        self.num_computed_tokens = 0
+        self.prompt_logprobs = []
 
     def note_scheduled(self, num_tokens: int) -> None:
         """The next step computes ``num_tokens`` tokens.

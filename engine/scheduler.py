@@ -114,7 +114,7 @@ class Scheduler:
             raise OverloadedError(
                 f"the instance's queue is full ({self._settings.max_queue_len} requests wait); try again later"
             )
-        assert request.request_id not in self._requests, f"request id {request.request_id} is in use"
+        assert not self.has_request(request.request_id), f"request id {request.request_id} is in use"
         self._requests[request.request_id] = request
         bisect.insort(self._waiting, request, key=self._order)
         self.transfers.note_queued(request)
@@ -142,8 +142,8 @@ class Scheduler:
         return outputs
 
     def has_request(self, request_id: str) -> bool:
-        """Whether the request lives here."""
-        return request_id in self._requests
+        """Whether the request lives here, or KV still moves under its name."""
+        return request_id in self._requests or self.transfers.has(request_id)
 
     @property
     def live_request_ids(self) -> list[str]:
@@ -321,7 +321,6 @@ class Scheduler:
         """Take a running request's blocks; it computes its tokens again later, to the same values."""
         self._release_blocks(request)
         request.status = RequestStatus.WAITING
-        request.num_preemptions += 1
         request.add_event("preempted", num_tokens=request.num_tokens)
         self._stats.preemptions.inc()
         bisect.insort(self._waiting, request, key=self._order)
@@ -342,7 +341,7 @@ class Scheduler:
 
     def _release_blocks(self, request: Request) -> None:
         self._kv_cache.free(request.request_id)
-        request.num_computed_tokens = 0
+        request.note_released()
         self._runner_view.drop(request.request_id)
 
     def _build_output(self, scheduled: dict[str, int], preempted: list[str]) -> SchedulerOutput:
@@ -389,7 +388,7 @@ class Scheduler:
             new_token_ids=[token_id],
             logprobs=None if logprobs is None else [logprobs],
             prompt_logprobs=request.take_prompt_logprobs(),
-            num_cached_tokens=request.num_cached_tokens or 0 if is_first else 0,
+            num_cached_tokens=request.num_cached_tokens if is_first else 0,
             num_external_tokens=request.num_external_tokens if is_first else 0,
             events=request.take_events(),
         )

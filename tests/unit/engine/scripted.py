@@ -21,7 +21,7 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pdserve.kv_layout import BlockHasher
-from pdserve.protocol import AddRequest, KVTransferParams, RequestOutput, SamplingParams
+from pdserve.protocol import AddRequest, KVTransferParams, RequestOutput, SamplingParams, TokenLogprobs
 
 BLOCK_SIZE = 4
 EOS = 2
@@ -29,7 +29,11 @@ EOS = 2
 
 @dataclass
 class ScriptedConnector:
-    """Answers lookups from a dict, keeps what it was told, reports what the test puts in ``report``."""
+    """Answers lookups from a dict, keeps what it was told.
+
+    Synchronous loads leave those blocks unfilled whose places in the request's table are in ``unfilled``, and say so in
+    ``report``.
+    """
 
     matches: dict[str, list[MatchResult]] = field(default_factory=dict)
     decisions: dict[str, FinishDecision] = field(default_factory=dict)
@@ -38,6 +42,7 @@ class ScriptedConnector:
     plans: list[StepPlan] = field(default_factory=list)
     seen_params: list[KVTransferParams | None] = field(default_factory=list)
     report: ConnectorOutput = field(default_factory=ConnectorOutput)
+    unfilled: set[int] = field(default_factory=set)
 
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> MatchResult:
         self.seen_params.append(request.kv_transfer_params)
@@ -55,7 +60,10 @@ class ScriptedConnector:
     ) -> None:
         self.allocated.append((request.request_id, tuple(block_ids), num_external_tokens))
         if num_external_tokens:
-            self.matches.pop(request.request_id, None)
+            match = self.matches.pop(request.request_id)[-1]
+            places = set() if match.is_async else self.unfilled & set(range(len(block_ids)))
+            start = num_computed_tokens // BLOCK_SIZE
+            self.report.invalid_block_ids.update(block_ids[place] for place in places if place >= start)
 
     def build_connector_metadata(self, plan: StepPlan) -> ConnectorMetadata:
         self.plans.append(plan)
@@ -75,7 +83,10 @@ class ScriptedConnector:
 
 
 class SchedulerHarness:
-    """A real scheduler over a real block pool, with a runner that samples ``next_token`` for everyone."""
+    """A real scheduler over a real block pool, with a runner that samples ``next_token`` for everyone.
+
+    Its logprobs of a prompt's tokens name their positions.
+    """
 
     def __init__(self, *, num_blocks: int = 64, prefix_caching: bool = True, **settings: object) -> None:
         self.now_s = 0.0
@@ -93,6 +104,7 @@ class SchedulerHarness:
         self.next_token = 7
         self.last_step: SchedulerOutput | None = None
         self._lengths: dict[str, int] = {}
+        self._num_wanted: dict[str, int] = {}
         self._num_added = 0
 
     def add(
@@ -133,14 +145,20 @@ class SchedulerHarness:
 
     def step(self, report: ConnectorOutput | None = None, **tokens: int) -> list[RequestOutput]:
         """One step; ``tokens`` overrides the sampled token of single requests."""
+        self.connector.report = report or ConnectorOutput()
         outputs = self.scheduler.expire_requests()
         step = self.scheduler.schedule()
         self.last_step = step
         for new in step.new_requests:
             self._lengths[new.request_id] = len(new.token_ids)
-        result = ModelRunnerOutput(connector_output=report or ConnectorOutput())
+            self._num_wanted[new.request_id] = new.num_prompt_tokens if new.wants_prompt_logprobs else 0
+        result = ModelRunnerOutput(connector_output=self.connector.report)
         for item in step.scheduled:
-            if item.num_computed_tokens + item.num_scheduled_tokens == self._lengths[item.request_id]:
+            end = item.num_computed_tokens + item.num_scheduled_tokens
+            if num_wanted := self._num_wanted[item.request_id]:
+                positions = range(item.num_computed_tokens + 1, min(end + 1, num_wanted))
+                result.prompt_logprobs[item.request_id] = [TokenLogprobs(i, 0.0, 1, [], []) for i in positions]
+            if end == self._lengths[item.request_id]:
                 result.sampled_token_ids[item.request_id] = tokens.get(item.request_id, self.next_token)
                 self._lengths[item.request_id] += 1
         return outputs + self.scheduler.update_from_output(step, result)

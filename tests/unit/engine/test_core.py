@@ -9,6 +9,7 @@ from pdserve.connectors.base import ConnectorOutput, FinishDecision
 from pdserve.engine.config import build_config
 from pdserve.engine.core import EngineCore
 from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pdserve.errors import EngineError
 from pdserve.kv_layout import KVCacheSpec, ModelIdentity
 from pdserve.protocol import AddRequest, FinishReason, InstanceLimits, KVTransferParams, RequestOutput, SamplingParams
 
@@ -112,6 +113,24 @@ def test_nothing_waits_where_the_hand_off_is_announced_already(decision: FinishD
     assert engine.core.has_work()
     num_tokens, _ = engine.step()
     assert num_tokens == 6
+
+
+def test_nobody_waits_for_an_announcement_that_nobody_wants_any_more(saving: Engine) -> None:
+    saving.core.abort_requests(["first"])
+    assert saving.core.has_work()
+    saving.executor.report = ConnectorOutput(finished_sending={"first"})
+    num_tokens, outputs = saving.step()
+    assert (num_tokens, [output.request_id for output in outputs]) == (6, ["second"])
+    saving.step()
+    assert not saving.core.has_transfers()
+
+
+def test_a_name_under_which_kv_still_moves_is_not_given_to_another_request(saving: Engine) -> None:
+    with pytest.raises(EngineError, match="request id 'first' is in use"):
+        saving.add("first")
+    saving.executor.report = ConnectorOutput(finished_sending={"first"})
+    saving.step()
+    saving.add("first")
 
 
 def test_an_aborted_request_delays_nothing_when_its_sending_is_over(saving: Engine) -> None:

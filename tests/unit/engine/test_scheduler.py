@@ -8,7 +8,7 @@ from scripted import BLOCK_SIZE, EOS, SchedulerHarness
 from pdserve.connectors.base import ConnectorOutput, FinishDecision, MatchResult
 from pdserve.engine.scheduler_output import ModelRunnerOutput
 from pdserve.errors import OverloadedError
-from pdserve.protocol import FinishReason, KVTransferParams
+from pdserve.protocol import FinishReason, KVTransferParams, RequestOutput
 
 PARAMS = KVTransferParams(connector="scripted", transfer_id="t-1", num_tokens=9)
 
@@ -80,6 +80,32 @@ def test_preemption_takes_the_newest_and_the_rest_goes_on() -> None:
     assert h.num_used_blocks == 0
     order = [o.request_id for o in outputs if o.finish_reason]
     assert order == ["a", "b"]
+
+
+def preempt_inside_the_prompt(**sampling: object) -> tuple[SchedulerHarness, list[RequestOutput]]:
+    """A request that has computed 11 of its prompt's 20 tokens when its blocks are taken, and goes on to its end."""
+    h = SchedulerHarness(num_blocks=7, max_num_batched_tokens=2)
+    h.add("a", range(10, 14), max_tokens=20)
+    h.step()
+    h.step()
+    h.add("b", range(30, 50), max_tokens=1, **sampling)
+    outputs: list[RequestOutput] = []
+    while not any(output.finish_reason for output in outputs if output.request_id == "b"):
+        outputs += h.step()
+    assert h.stats.preemptions._value.get() == 1
+    return h, [output for output in outputs if output.request_id == "b"]
+
+
+def test_a_prompt_that_is_computed_twice_has_its_logprobs_once() -> None:
+    _, (output,) = preempt_inside_the_prompt(prompt_logprobs=0)
+    assert output.prompt_logprobs is not None
+    assert [entry.token_id for entry in output.prompt_logprobs] == list(range(1, 20))
+
+
+def test_tokens_that_were_computed_before_a_preemption_are_not_cached_ones() -> None:
+    h, (output,) = preempt_inside_the_prompt()
+    assert h.stats.prefix_hits._value.get() > 0
+    assert output.num_cached_tokens == 0
 
 
 def test_finish_reasons() -> None:
@@ -339,6 +365,18 @@ def test_loaded_requests_cannot_block_one_another_for_ever() -> None:
     outputs = h.run_until_idle()
     assert sorted(o.request_id for o in outputs if o.finish_reason) == ["d", "e"]
     assert h.num_used_blocks == 0
+
+
+def test_loaded_kv_that_is_given_up_for_another_request_is_not_counted() -> None:
+    h = SchedulerHarness(num_blocks=5, prefix_caching=False)
+    for name, start in (("d", 10), ("e", 30)):
+        h.connector.matches[name] = [MatchResult(8, is_async=True)]
+        h.add(name, range(start, start + 8), output=[77], max_tokens=8)
+    h.step()
+    h.step(ConnectorOutput(finished_receiving={"d", "e"}))
+    outputs = h.run_until_idle()
+    counted = {o.request_id: o.num_external_tokens for o in reversed(outputs)}  # by each one's first output
+    assert counted == {"d": 8, "e": 0}
 
 
 @pytest.mark.parametrize("length", [4, 5, 8, 11])

@@ -28,22 +28,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.added: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
+        self.lengths: dict[str, int] = {}
+        self.wanting: set[str] = set()
+        """Who is still to get its prompt's logprobs."""
+        self.loads_now: set[str] = set()
 
     @rule(
         length=st.integers(1, 24),
         start=st.integers(0, 2),
         max_tokens=st.integers(1, 8),
         priority=st.integers(0, 2),
-        kind=st.sampled_from(["plain", "leg", "leg_held", "leg_stored", "loads"]),
+        kind=st.sampled_from(["plain", "leg", "leg_held", "leg_stored", "loads", "loads_now"]),
         external=st.integers(1, 24),
+        patience=st.integers(0, 2),
+        wants_prompt_logprobs=st.booleans(),
     )
-    def add(self, length: int, start: int, max_tokens: int, priority: int, kind: str, external: int) -> None:
+    def add(
+        self,
+        length: int,
+        start: int,
+        max_tokens: int,
+        priority: int,
+        kind: str,
+        external: int,
+        patience: int,
+        wants_prompt_logprobs: bool,
+    ) -> None:
         self.count += 1
         name = f"r{self.count}"
         prompt = [10 + (start * 7 + i) % 50 for i in range(length)]
-        output = [99] if kind == "loads" else []
-        if kind == "loads":
-            self.h.connector.matches[name] = [MatchResult(min(external, length), is_async=True)]
+        loads = kind.startswith("loads")
+        output = [99] if loads else []
+        if kind == "loads_now":
+            self.loads_now.add(name)
+        if loads:
+            found = MatchResult(min(external, length), is_async=kind == "loads")
+            self.h.connector.matches[name] = [MatchResult(None)] * patience + [found]
         if kind == "leg_held":
             self.h.connector.decisions[name] = FinishDecision(hold_blocks=True, kv_transfer_params=PARAMS)
         if kind == "leg_stored":
@@ -55,14 +75,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             handoff=kind.startswith("leg"),
             priority=priority,
             max_tokens=max_tokens + len(output),
-            params=PARAMS if kind == "loads" else None,
+            params=PARAMS if loads else None,
+            prompt_logprobs=0 if wants_prompt_logprobs else None,
         )
+        self.lengths[name] = length
+        if wants_prompt_logprobs and not loads:
+            self.wanting.add(name)
         self.added[name] = max_tokens
         self.tokens[name] = []
 
-    @rule(ends=st.sets(st.integers(0, 5)), good=st.booleans(), kept=st.integers(0, 24), noise=st.booleans())
-    def step(self, ends: set[int], good: bool, kept: int, noise: bool) -> None:
+    @rule(
+        ends=st.sets(st.integers(0, 5)),
+        good=st.booleans(),
+        kept=st.integers(0, 24),
+        noise=st.booleans(),
+        unfilled=st.sets(st.integers(0, 6), max_size=3),
+    )
+    def step(self, ends: set[int], good: bool, kept: int, noise: bool, unfilled: set[int]) -> None:
         report = ConnectorOutput()
+        self.h.connector.unfilled = unfilled
         for i, name in enumerate(sorted(self.loading)):
             if i in ends:
                 self.loading.discard(name)
@@ -92,13 +123,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         for output in outputs:
             assert output.request_id not in self.ended or self.ended[output.request_id] is None
             self.tokens[output.request_id] += output.new_token_ids
+            assert output.num_external_tokens <= output.num_cached_tokens <= self.lengths[output.request_id]
+            if output.prompt_logprobs is not None:
+                found = [entry.token_id for entry in output.prompt_logprobs]
+                assert found == list(range(1, self.lengths[output.request_id]))
+                self.wanting.remove(output.request_id)
             if output.finish_reason is not None:
                 self.ended[output.request_id] = output.finish_reason
         self._note_started()
 
     def _note_started(self) -> None:
         for name, _blocks, count in self.h.connector.allocated:
-            if count:
+            if count and name not in self.loads_now:
                 self.loading.add(name)
         self.h.connector.allocated.clear()
         for name, _computed, handoff in self.h.connector.finished:
@@ -129,6 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
         assert self.h.scheduler.live_request_ids == []
         assert self.h.num_used_blocks == 0
+        assert self.wanting <= self.aborted
         for name, limit in self.added.items():
             if name not in self.aborted:
                 expected = 1 if self.ended[name] is FinishReason.HANDOFF else limit
