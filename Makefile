@@ -37,7 +37,7 @@ serve: install
 	$(BIN)/pdserve up --ask "$$PROMPT" $(ARGS)
 
 # All of them, unless ARGS chooses. Those in an environment of their own come first: the summary of the others is last.
-# In two processes, because most tests wait for others to start; a module's tests, or a class's, share what they started.
+# In two processes of one compute thread, for most tests wait; a module's or a class's share what they started.
 test: $(VENV)/.installed-test $(if $(ARGS),,test-lmcache)
 	@sh tests/system_packages.sh $(BIN)/python
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadscope)
