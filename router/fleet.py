@@ -1,7 +1,8 @@
 """Both pools of one router: who is admitted, what they accept together, and waiting for one to come.
 
-All admitted instances of a router have the same model identity: the first one defines it, and one that differs
-is refused with a line that says in what. When no admitted instance is left, the next one defines it anew.
+All admitted instances of a router have the same model identity, and one that differs is refused with a line that says
+in what. The first decode instance defines it, because without decode instances nothing is served; before it comes, the
+first prefill instance does. When no admitted instance of the pool that defined it is left, it is defined anew.
 Lives on the event loop.
 """
 
@@ -230,12 +231,12 @@ class Fleet:
         """What every admitted instance accepts: the least of each limit.
 
         Raises:
-            UnavailableError: no decode instance is up.
+            UnavailableError: no decode instance takes work; says why.
         """
         members = [*self.decode.members, *self.prefill.members]
         limits = [member.ready.limits for member in members if member.ready is not None]
         if not self.is_serving or not limits:
-            raise UnavailableError("no decode instance is up; try again later")
+            raise UnavailableError(self.decode.explain_absence())
         names = InstanceLimits.__struct_fields__
         return InstanceLimits(**{name: min(getattr(limit, name) for limit in limits) for name in names})
 
@@ -259,28 +260,44 @@ class Fleet:
 
     def instance_ready(self, instance: Instance) -> None:
         """Admit the instance, or refuse it and say why."""
+        self._admit(instance)
+        if instance.role is Role.DECODE:
+            self._admit_again(self.prefill)
+        self._announce()
+
+    def _admit_again(self, pool: Pool) -> None:
+        """Look again at those of a pool whose admission may have changed with the identity."""
+        for instance in pool.instances:
+            if instance.ready is not None and instance.refusal != self._find_refusal(instance):
+                self._admit(instance)
+
+    def _admit(self, instance: Instance) -> None:
         instance.refusal = self._find_refusal(instance)
         if instance.refusal is None:
             ready = instance.ready
             assert ready is not None
             logger.info("%s instance %s at %s is ready", instance.role, ready.instance_id, instance.address)
             self._metrics.set_instance_up(instance.role, instance.address, True)
+            if ready.model != self._model_name:
+                logger.warning(
+                    "%s instance %s serves %s, this router %s: tokens fit only if the tokenizers are the same",
+                    instance.role, ready.instance_id, ready.model, self._model_name,
+                )  # fmt: skip
         else:
             logger.warning(
                 "%s instance %s at %s is refused: %s", instance.role, instance.name, instance.address, instance.refusal
             )
+            self._metrics.set_instance_up(instance.role, instance.address, False)
             self._metrics.count_refused_instance(instance.role)
-        self._announce()
 
     def instance_lost(self, instance: Instance) -> None:
         """It takes no work any more; the refused ones may be the pool now."""
         self.prefix_memory.forget(instance.address)
         self._metrics.set_prefix_mode(instance.role, instance.address, PrefixMode.APPROXIMATE)
         self._metrics.set_instance_up(instance.role, instance.address, False)
-        if self.identity is None:
-            for other in self.instances:
-                if other.ready is not None and other.refusal is not None:
-                    self.instance_ready(other)
+        if not self.decode.members:
+            self._admit_again(self.decode)
+            self._admit_again(self.prefill)
         self._announce()
 
     def instance_load_changed(self, instance: Instance) -> None:
@@ -306,17 +323,17 @@ class Fleet:
         assert ready is not None
         if ready.role is not instance.role:
             return f"it was started as a {ready.role} instance and is given as --{instance.role}"
-        others = [i for i in self.instances if i is not instance and i.ready is not None and i.refusal is None]
+        others = [other for other in self.decode.members if other is not instance]
+        if instance.role is Role.PREFILL and not others:
+            others = [other for other in self.prefill.members if other is not instance]
         for other in others:
             assert other.ready is not None
             difference = other.ready.identity.explain_difference(ready.identity)
             if difference:
-                return f"its model or layout differs from {other.name}'s: {difference}"
-        if ready.model != self._model_name:
-            logger.warning(
-                "%s instance %s serves %s, this router %s: tokens fit only if the tokenizers are the same",
-                instance.role, ready.instance_id, ready.model, self._model_name,
-            )  # fmt: skip
+                return (
+                    f"its model or layout differs from {other.name}'s: {difference}; "
+                    "start both with the same model and engine settings"
+                )
         return None
 
     def prefill_patience_s(self, wait_s: float) -> float:

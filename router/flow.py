@@ -28,6 +28,7 @@ from pdserve.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
+from pdserve.kv_layout import ModelIdentity
 from pdserve.protocol import (
     FinishReason,
     KVTransferParams,
@@ -115,6 +116,8 @@ class RequestFlow:
         self._settings = settings
         self._observer = observer
         self._progress = Progress()
+        self._identity: ModelIdentity | None = None
+        """Of the instances that all legs run at."""
         self._num_failures = 0
         self._is_handing_off = False
         self._handoff_source: tuple[Instance, str] | None = None
@@ -173,7 +176,7 @@ class RequestFlow:
     async def _first_role(self) -> Role:
         if not self._fleet.decode.usable:
             # A new request is not kept waiting for a pool that may never come.
-            raise UnavailableError("no decode instance is up; try again later")
+            raise UnavailableError(self._fleet.decode.explain_absence())
         if self._is_below_threshold():
             return Role.DECODE
         return await self._next_role(Role.PREFILL)
@@ -224,6 +227,7 @@ class RequestFlow:
                 self._routed, self._refused_by
             )
             if instance is not None:
+                self._check_identity(instance)
                 return instance
             if pool.usable:
                 await self._wait_out_full_pool(role)
@@ -231,7 +235,14 @@ class RequestFlow:
             wait_s = self._settings.failover_wait_s if self._has_begun or self._num_failures else 0.0
             wait_s = min(wait_s, self._request.deadline_s - asyncio.get_running_loop().time())
             if not await self._fleet.wait_for_usable(role, wait_s):
-                raise UnavailableError(f"no {role} instance is up; try again later")
+                raise UnavailableError(pool.explain_absence())
+
+    def _check_identity(self, instance: Instance) -> None:
+        """Refuse to go on at another model, which may have become the pool meanwhile."""
+        identity = None if instance.ready is None else instance.ready.identity
+        if self._identity is not None and identity != self._identity:
+            raise UnavailableError("the instances that began this answer are gone, and others serve another model now")
+        self._identity = identity
 
     async def _wait_out_full_pool(self, role: Role) -> None:
         """Every instance said that it is full: ask again in a moment, but only if the answer has begun."""

@@ -1,15 +1,17 @@
-"""One client's connection, with two bounds that Uvicorn lacks: on a request's head, and on unread answers."""
+"""One client's connection, with what Uvicorn lacks: two bounds, and bodies of requests that offer another protocol."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
+_OFFER = re.compile(rb"(?<=\r\n)upgrade(?=:)", re.IGNORECASE)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -26,11 +28,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     stall_timeout_s = 30.0
     _num_head_bytes = 0
     _is_in_head = True
+    _is_in_body = False
     _stall: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         """Bytes came; called by the event loop."""
-        super().data_received(data)
+        super().data_received(data if self._is_in_body else _without_offer(data))
         if not self._is_in_head:
             self._num_head_bytes = 0
             return
@@ -49,6 +52,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Its body begins, if it has one; called by the parser."""
         super().on_headers_complete()
         self._is_in_head = False
+        self._is_in_body = True
+
+    def on_message_complete(self) -> None:
+        """The request is whole; called by the parser."""
+        super().on_message_complete()
+        self._is_in_body = False
 
     def pause_writing(self) -> None:
         """The client is behind; called by the transport."""
@@ -87,6 +96,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         logger.warning("a client took nothing of its answer for %g s: its connection is dropped", self.stall_timeout_s)
         # Closing would wait for the client to read the rest.
         self.transport.abort()
+
+
+def _without_offer(data: bytes) -> bytes:
+    """A request's head, and what stands behind it, without its offer to go on in another protocol.
+
+    Java's client offers HTTP/2 with every request. A server may ignore that (RFC 9110, 7.8), but Uvicorn's parser takes
+    such a request for one without a body.
+    """
+    found = data.find(b"\r\n\r\n")
+    end = len(data) if found < 0 else found
+    if _OFFER.search(data, 0, end) is None:
+        return data
+    return _OFFER.sub(b"x-offered", data[:end]) + data[end:]
 
 
 def build_http_protocol(stall_timeout_s: float) -> type[BoundedHttpProtocol]:

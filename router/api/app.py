@@ -144,4 +144,6 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    return error_response(RequestError(message, code=code, http_status=error.status_code))
+    response = error_response(RequestError(message, code=code, http_status=error.status_code))
+    response.headers.update(error.headers or {})
+    return response

@@ -21,7 +21,8 @@ class HttpBoundary:
     """Middleware around the whole application.
 
     It takes the client's X-Request-Id where it is a plain one, makes one otherwise, puts it into
-    ``scope["state"]["request_id"]`` and into the answer, and answers 500 for an error that nobody expected.
+    ``scope["state"]["request_id"]`` and into the answer, and answers 500 for an error that nobody expected. HEAD is
+    answered as GET; the server leaves the body out.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -35,6 +36,7 @@ class HttpBoundary:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         has_begun = False
 
         async def send_named(message: Message) -> None:
@@ -45,7 +47,7 @@ class HttpBoundary:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_named)
+            await self._app(inner, receive, send_named)
         except Exception:
             logger.exception("request %s failed in the router", request_id)
             if not has_begun:

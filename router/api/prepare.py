@@ -21,9 +21,12 @@ from pdserve.router.flow import RequestFlow
 from pdserve.router.legs import GenerationRequest
 from pdserve.router.record import ChoiceRecord, RequestRecord
 from pdserve.text.text_stream import TextStream
+from pdserve.text.tool_calls import FORCED_FORMAT
 
 _DEFAULT_COMPLETION_TOKENS = 16
-_OWN_ARGUMENTS = frozenset(("self", "messages", "tools", "add_generation_prompt", "continue_final_message"))
+_OWN_ARGUMENTS = frozenset(
+    ("self", "messages", "tools", "add_generation_prompt", "continue_final_message", "call_format")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +159,19 @@ async def render_chat(service: RouterService, fields: ChatFields | TokenizeField
     if taken := _OWN_ARGUMENTS & arguments.keys():
         raise RequestError(f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
     tools = read_tools(fields.tools, fields.tool_choice, has_place=service.chat_template.takes_tools).definitions
-    num_characters = sum(len(str(message.get("content"))) for message in messages) + len(str(tools or ""))
+    call_format = service.message_format.tool_calls or FORCED_FORMAT
+    try:
+        num_characters = len(str(messages)) + len(str(tools or ""))
+    except RecursionError:
+        raise RequestError("messages or tools nest too deep", param="messages") from None
     return await run_tokenizer(
         lambda: service.chat_template.render(
-            messages, tools, add_generation_prompt=adds, continue_final_message=continues, **arguments
+            messages,
+            tools,
+            add_generation_prompt=adds,
+            continue_final_message=continues,
+            call_format=call_format,
+            **arguments,
         ),
         num_characters,
     )

@@ -24,9 +24,11 @@ from msgspec import Meta
 from pdserve.errors import RequestError
 from pdserve.request_checks import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
-Natural = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
-Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_MAX_INT64 = 2**63 - 1
+"""No wire carries more."""
+Natural = Annotated[int, Meta(ge=0, le=_MAX_INT64)]
+Positive = Annotated[int, Meta(ge=1, le=_MAX_INT64)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=_MAX_INT64)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -138,7 +140,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     user: str | None = None
     response_format: ResponseFormat | None = None
 
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_MAX_INT64)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     min_tokens: Natural | None = None

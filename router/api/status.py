@@ -15,7 +15,7 @@ from pdserve.protocol import PROTOCOL_VERSION
 from pdserve.router.api.errors import json_response
 from pdserve.router.api.service import RouterService
 from pdserve.router.instance import Instance
-from pdserve.router.pool import Pool
+from pdserve.router.pool import Pool, describe_state
 from pdserve.router.timeline import RequestTimeline
 
 MAX_RECENT_REQUESTS = 50
@@ -72,7 +72,7 @@ def _describe_pool(pool: Pool, policy: str) -> dict[str, Any]:
 
 def _describe_instance(instance: Instance) -> dict[str, Any]:
     ready, load, tally = instance.ready, instance.load, instance.tally
-    state, reason = _state_of(instance)
+    state, reason = describe_state(instance)
     return {
         "address": instance.address,
         "name": instance.name,
@@ -102,19 +102,6 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
             "least_event_age_ms": tally.least_event_age_ms,
         },
     }
-
-
-def _state_of(instance: Instance) -> tuple[str, str]:
-    """``ready``, ``draining``, ``leaving``, ``resting``, ``refused`` or ``absent``, and why where that is known."""
-    if instance.ready is None:
-        return "absent", instance.last_problem
-    if instance.refusal is not None:
-        return "refused", instance.refusal
-    if instance.health.is_ejected:
-        return "resting", "it failed several requests in a row by its own fault; it gets one as a probe before others"
-    if instance.is_leaving:
-        return "leaving", "it was taken out of the pool and finishes what runs"
-    return ("draining" if instance.load.draining else "ready"), ""
 
 
 def _describe_request(timeline: RequestTimeline) -> dict[str, Any]:

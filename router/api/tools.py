@@ -39,7 +39,7 @@ class AskedTools:
         Raises:
             RequestError: without a grammar nobody can see to that.
         """
-        if not self.must_call:
+        if self.names and not self.must_call:
             raise RequestError(
                 "parallel_tool_calls may be false only where tool_choice forces a call",
                 param="parallel_tool_calls",
@@ -103,6 +103,7 @@ def read_tools(tools: list[Any] | None, choice: ToolChoice, *, has_place: bool) 
             raise RequestError(
                 f"tools[{index}] must be of the form {{'type': 'function', 'function': {{'name': …}}}}", param="tools"
             )
+    _check_names([tool["function"]["name"] for tool in tools])
     if choice == "none":
         return AskedTools()
     names = frozenset(tool["function"]["name"] for tool in tools)
@@ -117,6 +118,17 @@ def read_tools(tools: list[Any] | None, choice: ToolChoice, *, has_place: bool) 
             code="unsupported_parameter",
         )
     return AskedTools(tools, names, must_call=must_call, is_single=forced_name is not None)
+
+
+def _check_names(names: list[str]) -> None:
+    """A call names its function, so no two may have one name."""
+    first: dict[str, int] = {}
+    for index, name in enumerate(names):
+        if first.setdefault(name, index) != index:
+            raise RequestError(
+                f"tools[{index}] is called {name[:200]!r}, as tools[{first[name]}] is; each needs a name of its own",
+                param="tools",
+            )
 
 
 def _read_choice(choice: ToolChoice) -> str | None:

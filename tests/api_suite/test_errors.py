@@ -76,7 +76,6 @@ def test_unsupported_fields_are_named(target: Target) -> None:
     for name, value in {
         "functions": [{"name": "f"}],
         "modalities": ["audio"],
-        "parallel_tool_calls": False,
         "reasoning_effort": "high",
     }.items():
         response = target.post(CHAT, {"messages": MESSAGES, name: value})

@@ -17,9 +17,11 @@ import jinja2
 from pdserve.errors import RequestError
 from pdserve.text.template_source import compile_template, read_templates
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tool_calls.formats import FORCED_FORMAT, ToolCallFormat
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _TOOLS_VARIABLE = re.compile(r"\btools\b")
+_CALLS_VARIABLE = re.compile(r"\btool_calls\b")
 _OWN_NAMES = frozenset(("messages", "tools", "add_generation_prompt", *_SPECIAL_NAMES))
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -60,6 +62,7 @@ class ChatTemplate:
             if name in ("default", "tool_use")
         }
         self.takes_tools = "tool_use" in sources or bool(_TOOLS_VARIABLE.search(sources.get("default", "")))
+        self._shows_calls = "tool_use" in sources or bool(_CALLS_VARIABLE.search(sources.get("default", "")))
         self.source = "\n".join(sources.values())
         self._knows_developer = "developer" in self.source
         self._special_tokens = self._read_special_tokens(tokenizer.config)
@@ -70,6 +73,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        call_format: ToolCallFormat = FORCED_FORMAT,
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of the conversation.
@@ -79,6 +83,8 @@ class ChatTemplate:
             tools: in OpenAI's form.
             add_generation_prompt: end with the opening of the assistant's turn.
             continue_final_message: end inside the last message, so that the answer goes on with it.
+            call_format: how the model writes calls: earlier ones stand so in the contents of a conversation whose
+                template has no place for them.
             kwargs: the template's own variables (``enable_thinking``, ...).
 
         Raises:
@@ -92,7 +98,11 @@ class ChatTemplate:
             raise RequestError(
                 f"chat_template_kwargs may not set {', '.join(sorted(taken))}", param="chat_template_kwargs"
             )
-        prepared = [_prepare_message(message, index) for index, message in enumerate(messages)]
+        written_as = None if self._shows_calls else call_format
+        try:
+            prepared = [_prepare_message(message, index, written_as) for index, message in enumerate(messages)]
+        except RecursionError:
+            raise RequestError("messages nest too deep", param="messages") from None
         for message in prepared:
             # OpenAI's later name of the same role, which most models have not been taught.
             if message["role"] == "developer" and not self._knows_developer:
@@ -137,17 +147,22 @@ class ChatTemplate:
         return tokens
 
 
-def _prepare_message(message: Message, index: int) -> dict[str, Any]:
-    """The message as templates want it: content a string, tool arguments an object."""
+def _prepare_message(message: Message, index: int, written_as: ToolCallFormat | None) -> dict[str, Any]:
+    """The message as templates want it: content a string, tool arguments an object, or calls within the content."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{index}] needs a role", param=f"messages[{index}].role")
     prepared = dict(message)
-    calls = message.get("tool_calls")
+    calls, param = message.get("tool_calls"), f"messages[{index}].tool_calls"
+    if calls is not None and not isinstance(calls, list):
+        raise RequestError(f"{param} must be a list", param=param, code="invalid_type")
     if message.get("content") is None and not calls:
         raise RequestError(f"messages[{index}] needs a content", param=f"messages[{index}].content")
     prepared["content"] = _join_content(message.get("content"), index)
     if calls:
-        prepared["tool_calls"] = [_prepare_call(call, index) for call in calls]
+        prepared["tool_calls"] = [_prepare_call(call, param) for call in calls]
+        if written_as is not None:
+            written = written_as.write_calls([_spell_call(call) for call in calls])
+            prepared["content"] = "\n".join(filter(None, (prepared["content"], written)))
     elif prepared["content"] is None:
         # Only a message that calls tools has a reason to be without content, and templates test for that.
         prepared["content"] = ""
@@ -172,18 +187,28 @@ def _join_content(content: Any, index: int) -> str | None:
     return "\n".join(texts)
 
 
-def _prepare_call(call: Any, index: int) -> Any:
+def _prepare_call(call: Any, param: str) -> dict[str, Any]:
     """A tool call with its arguments parsed: OpenAI sends them as JSON text, templates want the object."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"]) if function["arguments"].strip() else {}
-    except ValueError as error:
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(
-            "the arguments of a tool call are not valid JSON", param=f"messages[{index}].tool_calls"
-        ) from error
+            f"{param} must hold calls of the form {{'type': 'function', 'function': {{'name': …, 'arguments': …}}}}",
+            param=param,
+        )
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise RequestError("the arguments of a tool call are not valid JSON", param=param) from error
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _spell_call(call: Mapping[str, Any]) -> tuple[str, str]:
+    """A call's name and arguments, in the very characters that the model wrote where they came as text."""
+    name, arguments = call["function"]["name"], call["function"].get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    return name, text if text.strip() else "{}"
 
 
 def _append_ending(message: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from pdserve.protocol import (
 from pdserve.router.config import HandoffSettings, PoolSettings
 from pdserve.router.fleet import Fleet
 from pdserve.router.flow import RequestFlow
+from pdserve.router.health import HealthSettings, InstanceHealth
 from pdserve.router.leg import InstanceLostError, Leg
 from pdserve.router.legs import GenerationRequest
 from pdserve.router.metrics import RouterMetrics
@@ -44,7 +45,7 @@ BAD_REQUEST = WireError(code="invalid_value", message="no such thing", http_stat
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await main
 
     return asyncio.run(bounded())
@@ -111,6 +112,9 @@ class FakeInstance:
     num_unreported: int = 0
     ready: Ready | None = None
     refusal: str | None = None
+    last_problem: str = ""
+    is_leaving: bool = False
+    health: InstanceHealth = field(default_factory=lambda: InstanceHealth(HealthSettings()))
     generation: int = 0
 
     def __post_init__(self) -> None:

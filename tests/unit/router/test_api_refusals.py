@@ -21,6 +21,10 @@ def with_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
 
+def with_arguments(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": text}}]}
+
+
 def post(path: str, body: Any, *, decode: FakeInstance | None = None) -> httpx.Response:
     content = body if isinstance(body, (bytes, str)) else json.dumps(body)
 
@@ -53,6 +57,7 @@ BOTH: list[tuple[dict[str, Any], int, str | None]] = [
     ({"max_tokens": 10**6}, 400, "max_tokens"),
     ({"max_tokens": 10**30}, 400, "max_tokens"),
     ({"min_tokens": -1}, 400, "min_tokens"),
+    ({"min_tokens": 10**30}, 400, "min_tokens"),
     ({"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens"),
     ({"temperature": -0.1}, 400, "temperature"),
     ({"temperature": 2.1}, 400, "temperature"),
@@ -60,6 +65,7 @@ BOTH: list[tuple[dict[str, Any], int, str | None]] = [
     ({"top_p": 0}, 400, "top_p"),
     ({"top_p": 1.1}, 400, "top_p"),
     ({"top_k": -2}, 400, "top_k"),
+    ({"top_k": 10**30}, 400, "top_k"),
     ({"min_p": 2}, 400, "min_p"),
     ({"repetition_penalty": 0}, 400, "repetition_penalty"),
     ({"presence_penalty": 3}, 400, "presence_penalty"),
@@ -172,16 +178,20 @@ CHAT_ONLY: list[tuple[dict[str, Any], int, str | None]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
     ({"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]}, 400, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [1]}]}, 400, "messages[0].tool_calls"),
+    ({"messages": [with_arguments("[" * 5_000)]}, 400, "messages[0].tool_calls"),
     ({"messages": [{"role": "user", "content": "word " * 80}]}, 400, "messages"),
     ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
     ({"logprobs": 5}, 400, "logprobs"),
     ({"top_logprobs": 3}, 400, "top_logprobs"),
     ({"echo": True}, 400, "echo"),
     ({"best_of": 2}, 400, "best_of"),
-    ({"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ({"tools": [TOOL]}, 400, "tools"),
     ({"tools": ["f"]}, 400, "tools"),
+    ({"tools": [TOOL, TOOL], "tool_choice": "required"}, 400, "tools"),
+    ({"tools": [TOOL, TOOL], "tool_choice": "none"}, 400, "tools"),
     ({"tools": [{"type": "retrieval"}]}, 400, "tools"),
     ({"tools": [{"type": "function", "function": {}}]}, 400, "tools"),
     ({"tool_choice": "auto"}, 400, "tool_choice"),
@@ -254,6 +264,7 @@ def test_no_decode_instance_is_503() -> None:
     answer = post(COMPLETIONS, {"prompt": "Hi"}, decode=decode)
     check_error(answer, 503, None, "service_unavailable")
     assert answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["message"] == "no decode instance takes work: d0 is absent; try again later"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -270,9 +281,13 @@ def test_error_before_the_first_token_has_its_own_status_also_when_streaming(
 def test_unknown_path_and_method_have_openai_bodies() -> None:
     async def test(client: httpx.AsyncClient) -> None:
         check_error(await client.get("/v1/nothing"), 404, None, "not_found")
-        check_error(await client.get(COMPLETIONS), 405, None, "method_not_allowed")
+        refused = await client.get(COMPLETIONS)
+        check_error(refused, 405, None, "method_not_allowed")
+        assert refused.headers["allow"] == "POST"
         check_error(await client.get("/v1/models/other"), 404, "model", "model_not_found")
         check_error(await client.get("/v1/requests/x/timeline"), 404, "id", "request_not_found")
+        assert (await client.head("/health")).status_code == 200
+        assert (await client.head(COMPLETIONS)).status_code == 405
 
     with_client(test, decode=[FakeInstance(Role.DECODE, "d0")])
 

@@ -83,7 +83,7 @@ def test_instances_of_different_parallel_sizes_are_not_paired() -> None:
         other = fleet.prefill.instances[0]
         come(fleet, other, msgspec.structs.replace(ready, identity=identity))
         assert not other.is_usable
-        assert (other.refusal or "").endswith(": tensor_parallel_size 1 here, 3 there")
+        assert "differs from decode-x's: tensor_parallel_size 1 here, 3 there; start both" in (other.refusal or "")
 
     with_fleet(test)
 
@@ -102,10 +102,28 @@ def test_refused_instance_defines_the_pool_once_all_others_are_gone() -> None:
     with_fleet(test, prefill=0, decode=2)
 
 
-def test_role_that_does_not_fit_the_pool_is_refused() -> None:
+def test_decode_defines_the_model_and_a_prefill_instance_of_another_one_keeps_nobody_out() -> None:
+    def test(fleet: Fleet) -> None:
+        (prefill,), (decode,) = fleet.prefill.instances, fleet.decode.instances
+        come(fleet, prefill, build_ready(Role.PREFILL, weights="w1"))
+        assert prefill.is_usable
+        come(fleet, decode)
+        assert (prefill.is_usable, fleet.is_serving) == (False, True)
+        assert "weights w0 here, w1 there" in (prefill.refusal or "")
+        go(fleet, decode)
+        assert prefill.is_usable
+        come(fleet, decode, build_ready(Role.DECODE, weights="w1"))
+        assert prefill.is_usable
+
+    with_fleet(test)
+
+
+def test_role_that_does_not_fit_the_pool_is_refused_and_whoever_asks_hears_why() -> None:
     def test(fleet: Fleet) -> None:
         come(fleet, fleet.decode.instances[0], build_ready(Role.PREFILL))
         assert not fleet.is_serving
+        with pytest.raises(UnavailableError, match=r"prefill-x is refused \(it was started as a prefill instance"):
+            fleet.get_limits()
 
     with_fleet(test)
 

@@ -15,6 +15,7 @@ from fake_instances import (
     FakeInstance,
     Fault,
     build_bench,
+    build_ready,
     collect,
     make_tokens,
     run,
@@ -252,8 +253,16 @@ def test_no_decode_instance_is_unavailable_before_prefill_is_asked() -> None:
 
 
 def test_last_decode_instance_lost_for_good_ends_in_a_plain_error() -> None:
-    with pytest.raises(UnavailableError, match="no decode instance is up"):
+    with pytest.raises(UnavailableError, match="no decode instance takes work: d0 is"):
         run_flow([prefill()], [decode(Fault(after_tokens=1))])
+
+
+def test_an_answer_never_goes_on_at_another_model_that_has_become_the_pool() -> None:
+    other = decode()
+    other.ready = build_ready(Role.DECODE, weights="w1")
+    with pytest.raises(UnavailableError, match="others serve another model now"):
+        run_flow([], [decode(Fault(after_tokens=2)), other])
+    assert other.messages == []
 
 
 def test_token_limit_reached_by_a_lost_leg_ends_with_length() -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import uvicorn
 from fake_instances import run
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.router.http_protocol import build_http_protocol
 
@@ -62,7 +62,7 @@ class Endless:
 
 
 @contextlib.asynccontextmanager
-async def serve(app: Endless | LeavesARest, stall_timeout_s: float) -> AsyncIterator[tuple[int, uvicorn.Server]]:
+async def serve(app: ASGIApp, stall_timeout_s: float) -> AsyncIterator[tuple[int, uvicorn.Server]]:
     listening = socket.create_server(("127.0.0.1", 0))
     protocol = build_http_protocol(stall_timeout_s)
     server = uvicorn.Server(uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None))
@@ -130,6 +130,32 @@ def test_client_that_reads_now_and_then_gets_everything() -> None:
                         break
             # A timer that was left behind would drop the connection under its next answer.
             assert has_stalled(server) == [False]
+            writer.close()
+
+    run(main())
+
+
+def test_a_request_that_offers_another_protocol_keeps_its_body() -> None:
+    async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+        body = b""
+        while not body.endswith(b"!"):
+            message = await receive()
+            assert message["type"] == "http.request"
+            body += message["body"]
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def main() -> None:
+        head = "POST / HTTP/1.1\r\nhost: router\r\nconnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+        request = head + "http2-settings: AAEAAEAA\r\ncontent-length: 16\r\n\r\n"
+        async with serve(echo, 60.0) as (port, _):
+            reader, writer = await connect(port, request + "\r\nupgrade: body!")
+            for parts in ([], [request, "\r\nupgrade:", " body!"]):
+                for part in parts:
+                    writer.write(part.encode())
+                    await asyncio.sleep(0.01)
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+                assert await reader.readexactly(16) == b"\r\nupgrade: body!"
             writer.close()
 
     run(main())

@@ -67,7 +67,12 @@ def tools_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChatTempl
 
 
 def ask(
-    monkeypatch: pytest.MonkeyPatch, answer: str, *, form: MessageFormat | None = None, **fields: Any
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    *,
+    form: MessageFormat | None = None,
+    status: int = 200,
+    **fields: Any,
 ) -> httpx.Response:
     """The API's answer when the model writes ``answer`` and ends its turn."""
     tokenizer, template = api_bench.load_text()
@@ -81,7 +86,7 @@ def ask(
 
     prefill, decode = FakeInstance(Role.PREFILL, "p0"), FakeInstance(Role.DECODE, "d0")
     response: httpx.Response = with_client(test, prefill=[prefill], decode=[decode], message_format=form)
-    assert response.status_code == 200, response.text
+    assert response.status_code == status, response.text
     return response
 
 
@@ -157,6 +162,14 @@ def test_calls_are_looked_for_only_where_there_are_tools_and_a_format(
     choice, _ = ask_whole(monkeypatch, CALL, **fields)
     assert choice["message"]["content"] == CALL
     assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(("fields", "status"), [({}, 400), ({"tool_choice": "none"}, 200), ({"tools": None}, 200)])
+def test_one_call_at_most_is_promised_only_where_that_can_be_kept(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], status: int
+) -> None:
+    answer = ask(monkeypatch, "Yes.", status=status, parallel_tool_calls=False, **fields)
+    assert (status == 200) or answer.json()["error"]["param"] == "parallel_tool_calls"
 
 
 def test_a_call_cut_by_the_token_limit_ends_with_length(monkeypatch: pytest.MonkeyPatch) -> None:

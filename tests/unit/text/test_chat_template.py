@@ -127,6 +127,23 @@ def test_tools_and_calls_equal_transformers(tmp_path: Path) -> None:
     assert chat(directory).render([messages[0], {**messages[1], "tool_calls": [sent]}], tools=[tool]) == expected
 
 
+@pytest.mark.parametrize("content", [None, "", "Let me look."])
+def test_calls_that_the_template_does_not_show_stand_in_the_content_as_the_model_wrote_them(
+    tmp_path: Path, content: str | None
+) -> None:
+    template = chat(write_model(tmp_path, CHATML))
+    arguments = '{\n "city": "Zürich"}'
+    calls = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name in ("look", 'o"d')]
+    written = "\n".join(
+        f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>' for name in ('"look"', '"o\\"d"')
+    )
+    shown = f"{content}\n{written}" if content else written
+    question, result = {"role": "user", "content": "q"}, {"role": "tool", "tool_call_id": "1", "content": "rain"}
+    assert template.render(
+        [question, {"role": "assistant", "content": content, "tool_calls": calls}, result]
+    ) == template.render([question, {"role": "assistant", "content": shown}, result])
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_contents_that_spell_special_tokens_stay_text(tmp_path: Path, name: str) -> None:
     directory = write_model(tmp_path, TEMPLATES[name])

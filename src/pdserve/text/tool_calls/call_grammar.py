@@ -10,6 +10,9 @@ from pdserve.grammars import embed_schema
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.text.tool_calls.formats import ToolCallFormat
 
+MAX_CALLS = 16
+"""A small model that must call and may go on would otherwise repeat itself up to its token limit."""
+
 
 def build_call_grammar(
     form: ToolCallFormat,
@@ -25,12 +28,12 @@ def build_call_grammar(
         form: how the model writes calls.
         schemas: JSON schemas of the arguments, by the functions' names; each is of an object.
         tokenizer: the model's: a tag may be a special token.
-        is_single: one call, otherwise one or more.
+        is_single: one call, otherwise one up to `MAX_CALLS`.
         content_schema: an answer may be a JSON value of this schema instead; None = it may not.
     """
     first, last = (_spell(text, form, tokenizer) for text in form.around_calls)
     before, behind = (_spell(text, form, tokenizer) for text in form.around_call)
-    more = "" if is_single else f"({_spell(form.separator, form, tokenizer)} call)*"
+    more = "" if is_single else f"({_spell(form.separator, form, tokenizer)} call){{0,{MAX_CALLS - 1}}}"
     choices = " | ".join(f"call_{index}" for index in range(len(schemas)))
     rules = [
         "start: calls" + ("" if content_schema is None else " | content"),
@@ -40,8 +43,7 @@ def build_call_grammar(
     if content_schema is not None:
         rules.append(f"content: {embed_schema(content_schema)}")
     for index, (name, schema) in enumerate(schemas.items()):
-        head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{form.arguments_name}": '
-        rules.append(f'call_{index}: {_quote(head)} arguments_{index} "}}"')
+        rules.append(f'call_{index}: {_quote(form.begin_call(name))} arguments_{index} "}}"')
         rules.append(f"arguments_{index}: {embed_schema(schema)}")
     return "\n".join(rules)
 

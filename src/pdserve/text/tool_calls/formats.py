@@ -5,7 +5,8 @@ Sources: the model cards and chat templates of Hermes 2 Pro, Qwen 2.5 and 3, Lla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -35,6 +36,17 @@ class ToolCallFormat:
     around_call: tuple[str, str] = ("", "")
     separator: str = "\n"
     arguments_name: str = "arguments"
+
+    def begin_call(self, name: str) -> str:
+        """A call's object up to its arguments; a brace closes it behind them."""
+        return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.arguments_name}": '
+
+    def write_calls(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls as a model writes them, each given as a function's name and its arguments in JSON."""
+        first, last = self.around_calls
+        before, behind = self.around_call
+        written = (f"{before}{self.begin_call(name)}{arguments}}}{behind}" for name, arguments in calls)
+        return f"{first}{self.separator.join(written)}{last}"
 
 
 FORMATS: Mapping[str, ToolCallFormat] = MappingProxyType(
