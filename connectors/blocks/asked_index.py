@@ -22,6 +22,7 @@ from typing import Protocol
 
 from pdserve.connectors.base import KVRequest
 from pdserve.connectors.blocks.failures import Backoff, Failure, WarningLimiter
+from pdserve.connectors.blocks.messages import KEYSPACE
 from pdserve.connectors.blocks.task_threads import TaskThreads
 from pdserve.kv_layout import BlockKey
 
@@ -82,7 +83,8 @@ class AskedIndex:
     Args:
         lookup: the store; closed with the index.
         timeout_s: longest wait of a request for its answer; then its prompt is computed.
-        trusted_connector: whose offers are answers: it asks the store before each; None = nobody's.
+        trusted_keyspace: offers of blocks under these names are answers: the store was asked before each; None = no
+            offers are.
         clock: monotonic seconds.
     """
 
@@ -91,12 +93,12 @@ class AskedIndex:
         lookup: BlockLookup,
         *,
         timeout_s: float,
-        trusted_connector: str | None = None,
+        trusted_keyspace: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lookup = lookup
         self._timeout_s = timeout_s
-        self._trusted_connector = trusted_connector
+        self._trusted_keyspace = trusted_keyspace
         self._clock = clock
         self._backoff = Backoff(clock)
         self._warnings = WarningLimiter(logger, clock)
@@ -145,13 +147,11 @@ class AskedIndex:
         return question
 
     def _is_verified(self, request: KVRequest) -> bool:
-        """Whether the producer has just found the whole prompt in the store."""
+        """Whether the producer has just found the whole prompt, under the names that are looked for here."""
         offer = request.kv_transfer_params
-        return (
-            offer is not None
-            and offer.connector == self._trusted_connector
-            and offer.num_tokens >= request.num_prompt_tokens
-        )
+        if offer is None or self._trusted_keyspace is None or offer.num_tokens < request.num_prompt_tokens:
+            return False
+        return bool(offer.payload.get(KEYSPACE) == self._trusted_keyspace)
 
     def _ask(self, question: _Question, keys: Sequence[BlockKey]) -> None:
         run = 0
