@@ -11,6 +11,7 @@
     block_memory.py   KV memory as bytes
     messages.py       what the two halves say to each other
     task_threads.py   reader and writer threads; cores.py: on which cores they wake
+    read_pace.py      how fast reads go on beside a forward pass
     staging.py, failures.py, options.py
 
 Connectors that are no stores take the parts one by one. Nothing here knows of files, servers or peers.

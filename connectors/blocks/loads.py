@@ -16,6 +16,7 @@ from pdserve.connectors.base import ConnectorOutput
 from pdserve.connectors.blocks.block_memory import BlockMemory
 from pdserve.connectors.blocks.failures import Failure, WarningLimiter
 from pdserve.connectors.blocks.messages import LoadRequest
+from pdserve.connectors.blocks.read_pace import ReadPace
 from pdserve.connectors.blocks.store import BlockStore
 from pdserve.connectors.blocks.task_threads import TaskThreads
 
@@ -48,6 +49,7 @@ class BlockLoader:
         block_bytes: size of a block.
         threads: run the parts.
         warnings: log lines for people.
+        pace: of the reader threads.
         timeout_s: longest time for one load; looked at between two blocks.
         clock: monotonic seconds.
     """
@@ -59,6 +61,7 @@ class BlockLoader:
         threads: TaskThreads,
         warnings: WarningLimiter,
         *,
+        pace: ReadPace,
         timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -66,6 +69,7 @@ class BlockLoader:
         self._block_bytes = block_bytes
         self._threads = threads
         self._warnings = warnings
+        self._pace = pace
         self._wake_engine: Callable[[], None] = lambda: None
         self._timeout_s = timeout_s
         self._clock = clock
@@ -114,6 +118,9 @@ class BlockLoader:
         try:
             with contextlib.closing(self._store.read(load.request.blocks[start:end], memory)) as results:
                 while done < min(end, load.first_bad):
+                    if pause_s := self._pace.get_pause_s():
+                        time.sleep(pause_s)
+                    self._pace.begin_piece()
                     failure = next(results) if self._clock() < load.deadline else _LATE
                     if failure is not None:
                         self._tell(load, done, failure)

@@ -14,10 +14,6 @@ from pdserve.connectors.blocks.cores import get_allowed_cores, get_core, place
 
 logger = logging.getLogger(__name__)
 
-# The shortest there is, some 50 µs: it ends the turn of a thread that steps back. Otherwise the system lets it run
-# to the end of a tick, which is 4 ms on many machines, before it looks who should.
-_PAUSE_S = 1e-6
-
 
 def step_back(nice: int) -> None:
     """Let other threads, of this process too, go before the calling one on a core that they share.
@@ -45,8 +41,6 @@ class TaskThreads:
 
     Attributes:
         num_threads: as given.
-        ends_turns: those that step back also end their turn after each task: somebody else may need the core. May be
-            changed at any time.
     """
 
     def __init__(
@@ -56,7 +50,6 @@ class TaskThreads:
         self._lock = threading.Lock()
         self._is_closed = False
         self.num_threads = num_threads
-        self.ends_turns = True
         self._nice = nice
         self._spares_caller = spares_caller
         self._name = name
@@ -111,8 +104,6 @@ class TaskThreads:
             except Exception:
                 logger.exception("a task of %s failed", threading.current_thread().name)
             del task  # a waiting thread keeps nothing alive
-            if self._nice and self.ends_turns:
-                time.sleep(_PAUSE_S)
 
     def _take(self, sleeper: _Sleeper) -> Callable[[], None] | None:
         while True:

@@ -16,6 +16,7 @@ from pdserve.connectors.blocks.failures import WarningLimiter
 from pdserve.connectors.blocks.loads import BlockLoader
 from pdserve.connectors.blocks.messages import SaveRequest, StepMetadata
 from pdserve.connectors.blocks.options import TransferOptions
+from pdserve.connectors.blocks.read_pace import ReadPace
 from pdserve.connectors.blocks.saves import BlockSaver
 from pdserve.connectors.blocks.staging import StagingPool
 from pdserve.connectors.blocks.store import BlockStore, DraftingStore
@@ -57,8 +58,15 @@ class StoreWorker:
         self._readers = TaskThreads("kv-load", options.reader_threads, nice=options.reader_nice, spares_caller=True)
         # Layers are short pieces, often: two writers that float have less left at a step's end than one beside it.
         self._writers = TaskThreads("kv-save", options.writer_threads, spares_caller=True, is_placed=not layerwise)
+        self._pace = ReadPace()
         self._loader = BlockLoader(
-            store, context.spec.block_bytes, self._readers, warnings, timeout_s=options.load_timeout_s, clock=clock
+            store,
+            context.spec.block_bytes,
+            self._readers,
+            warnings,
+            pace=self._pace,
+            timeout_s=options.load_timeout_s,
+            clock=clock,
         )
         drafts = None
         if layerwise and isinstance(store, DraftingStore):
@@ -98,7 +106,8 @@ class StoreWorker:
         self._step_saves = metadata.saves
         if self._memory is not None:
             self._saver.begin_step(metadata.saves, self._memory)
-            self._readers.ends_turns = metadata.has_tokens
+            if metadata.has_tokens:
+                self._pace.begin_step()
             for load in metadata.loads:
                 self._loader.start(load, self._memory)
             if not metadata.has_tokens or self._loader.is_behind:
@@ -123,6 +132,7 @@ class StoreWorker:
 
     def get_finished(self, finished_request_ids: Sequence[str]) -> ConnectorOutput:
         """What ended since the last call."""
+        self._pace.end_step()
         report = self._loader.take_report()
         sent = self._saver.take_report(finished_request_ids)
         report.finished_sending = sent.finished_sending
