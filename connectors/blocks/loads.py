@@ -33,6 +33,7 @@ class _Load:
         self.deadline = deadline
         self.first_bad = len(request.blocks)
         self.num_bytes = 0
+        self.has_failed = False
 
     @property
     def num_good_tokens(self) -> int:
@@ -130,7 +131,11 @@ class BlockLoader:
             self._stop_part(load, done, is_whole=done == end, num_done=done - start, began=began)
 
     def _tell(self, load: _Load, index: int, failure: Failure) -> None:
+        """Count and log a load's failure: the first one, for the other parts fail with it."""
         with self._lock:
+            if load.has_failed:
+                return
+            load.has_failed = True
             self._report.stats.count_failure(failure.kind)
         name = load.request.blocks[index].key.hex
         self._warnings.warn(failure.kind, f"KV block {name} could not be loaded: {failure.reason}; it is recomputed")
