@@ -24,6 +24,7 @@ front make loads quicker. Here is what LMCache adds:
       opening.py         an LMCache engine from options
       cache_engine.py    the engine, asked and filled
       lmcache_parts.py   what LMCache wants implemented: keys, and copies from and to its memory
+      shared_files.py    its back-end for files, quicker
       retrieval.py       one batch from LMCache's memory into KV memory
       deadline_calls.py  calls that may never return
       directories.py     what an engine has to itself on disk

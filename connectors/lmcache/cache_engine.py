@@ -61,6 +61,10 @@ class CacheEngine:
         """Whether a block is shared. May hang."""
         return bool(self._remote.contains(self._database.build_key(key.digest)))
 
+    def count_missing(self, keys: Sequence[BlockKey]) -> int:
+        """How many of ``keys`` are not shared. May hang."""
+        return sum(not self.has(key) for key in keys)
+
     def retrieve(self, keys: Sequence[BlockKey], retrieval: Retrieval) -> None:
         """Put what any tier has into ``retrieval``, up to the first block that none has. May hang."""
         self._drop_statistics()

@@ -13,7 +13,7 @@ from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.token_database import TokenDatabase
 
-from pdserve.connectors.lmcache.retrieval import Retrieval
+from pdserve.connectors.lmcache.retrieval import Retrieval, copy_bytes
 from pdserve.kv_layout import Rank
 
 DTYPE = torch.uint8
@@ -69,7 +69,7 @@ class BlockCopier(GPUConnectorInterface):
 
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, *, value: memoryview) -> None:
         """A value into LMCache's memory."""
-        _get_bytes(memory_obj)[:] = value
+        copy_bytes(value, _get_bytes(memory_obj))
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, *, retrieval: Retrieval, **kwargs: object) -> None:
         """A value out of it."""

@@ -98,6 +98,13 @@ class LMCacheStore:
                 self._suspects.pop(block.key.digest, None)
         return results
 
+    def count_missing(self, keys: Sequence[BlockKey]) -> int:
+        """How many of these are not shared any more; all of them, if LMCache does not answer."""
+        try:
+            return self._calls.run(functools.partial(self._engine.count_missing, keys), self._timeout_s)
+        except CallFailedError:
+            return len(keys)
+
     def close(self) -> None:
         """End LMCache's threads and remove this engine's own directories; idempotent."""
         if not self._is_closed:

@@ -19,6 +19,7 @@ from pdserve.connectors.lmcache.deadline_calls import CallFailedError, DeadlineC
 from pdserve.connectors.lmcache.directories import EngineDirectories
 from pdserve.connectors.lmcache.lmcache_parts import DTYPE, BlockCopier, DigestDatabase
 from pdserve.connectors.lmcache.options import CONNECTOR_NAME, LMCacheOptions
+from pdserve.connectors.lmcache.shared_files import NUM_THREADS_SETTING, PLUGIN_NAME, SharedFiles
 from pdserve.errors import ConfigError
 
 _GIB = 1 << 30
@@ -71,7 +72,7 @@ def _open(
     config = LMCacheEngineConfig.from_defaults(
         chunk_size=1,
         blocking_timeout_secs=math.ceil(options.timeout_s),
-        remote_storage_plugins=[options.url.scheme],
+        remote_storage_plugins=[PLUGIN_NAME if options.url.scheme == "fs" else options.url.scheme],
         remote_serde="naive",
         extra_config=_build_extra_config(options, directories),
         **settings,
@@ -118,6 +119,9 @@ def _build_extra_config(options: LMCacheOptions, directories: EngineDirectories)
     }
     if options.url.scheme == "redis":
         return {**extra, "remote_storage_plugin.redis.redis_url": options.url.location}
+    extra[f"remote_storage_plugin.{PLUGIN_NAME}.module_path"] = SharedFiles.__module__
+    extra[f"remote_storage_plugin.{PLUGIN_NAME}.class_name"] = SharedFiles.__name__
+    extra[NUM_THREADS_SETTING] = options.reader_threads + options.writer_threads
     extra["remote_storage_plugin.fs.base_path"] = options.url.location
     if directories.temp is not None:
         # Otherwise two writers of one block write to one temporary file.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import itertools
 import multiprocessing
 import shutil
 import threading
@@ -21,8 +23,10 @@ from pdserve.connectors.blocks.failures import Failure
 from pdserve.connectors.lmcache import LMCacheConnector, cache_engine
 from pdserve.connectors.lmcache.deadline_calls import DeadlineCalls
 from pdserve.connectors.lmcache.directories import EngineDirectories
+from pdserve.connectors.lmcache.lmcache_store import LMCacheStore
 from pdserve.connectors.lmcache.opening import open_for_transfers
 from pdserve.connectors.lmcache.options import parse_options
+from pdserve.connectors.lmcache.shared_files import SharedFiles
 from pdserve.connectors.testing import EngineHarness, build_context
 from pdserve.connectors.testing.kv_content import TINY_SPEC
 from pdserve.errors import ConfigError
@@ -30,6 +34,7 @@ from pdserve.kv_layout import BlockHasher
 from pdserve.protocol import Role
 
 S = TINY_SPEC.block_size
+NUMBERS = itertools.count()
 PROMPT = list(range(100, 100 + 4 * S + 1))  # four whole blocks and one token
 
 
@@ -237,18 +242,62 @@ class TestTrouble:
         self, make_engine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         gate = threading.Event()
-        put = FSConnector.put
+        write = SharedFiles._write
 
-        async def put_slowly(self: FSConnector, key: Any, memory_obj: Any) -> None:
-            await self.loop.run_in_executor(None, gate.wait)
-            await put(self, key, memory_obj)
+        def write_slowly(self: SharedFiles, key: Any, memory_obj: Any) -> None:
+            gate.wait()
+            write(self, key, memory_obj)
 
-        monkeypatch.setattr(FSConnector, "put", put_slowly)
+        monkeypatch.setattr(SharedFiles, "_write", write_slowly)
         prefill = make_engine("prefill", timeout_s=0.2)
         assert not prefill.send("p", PROMPT)
         assert prefill.stats.failures == {"timeout": 5}
         gate.set()
-        prefill.step_until(lambda: prefill.send("q", PROMPT))
+        prefill.step_until(lambda: prefill.send(f"q{next(NUMBERS)}", PROMPT))
+
+    def test_a_read_that_is_given_up_gives_its_memory_back(
+        self, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prefill = make_engine("prefill")
+        prefill.send("p", PROMPT)
+        gate, has_begun, is_over = threading.Event(), threading.Event(), threading.Event()
+        read_run = SharedFiles._read_run
+
+        def read_slowly(self: SharedFiles, keys: Any) -> Any:
+            has_begun.set()
+            gate.wait()
+            values = read_run(self, keys)
+            is_over.set()
+            return values
+
+        monkeypatch.setattr(SharedFiles, "_read_run", read_slowly)
+        engine = prefill.worker._store._engine
+        files, memory = engine._remote.connection.getWrappedConnector(), engine._cpu.memory_allocator.pin_allocator
+        keys = BlockHasher(prefill.context.identity.fingerprint).block_keys(PROMPT, S)
+        names = [engine._database.build_key(key.digest) for key in keys]
+        reading = asyncio.run_coroutine_threadsafe(files.batched_get(names), files.loop)
+        assert has_begun.wait(30)
+        reading.cancel()
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), files.loop).result(30)
+        gate.set()
+        assert is_over.wait(30)
+        prefill.step_until(lambda: memory.total_allocated_size == 0)
+
+    def test_what_was_deleted_while_a_prompt_was_saved_is_not_offered(
+        self, make_engine: Any, store: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prefill = make_engine("prefill")
+        count_missing = LMCacheStore.count_missing
+
+        def delete_first(self: LMCacheStore, keys: Any) -> int:
+            find_file(prefill, store, 0).unlink()
+            return count_missing(self, keys)
+
+        monkeypatch.setattr(LMCacheStore, "count_missing", delete_first)
+        assert not prefill.send("p", PROMPT)
+        assert prefill.stats.failures == {"evicted": 1}
+        monkeypatch.undo()
+        assert prefill.send("q", PROMPT)
 
     def test_a_directory_that_is_gone_is_a_counted_failure(self, make_engine: Any, store: Path) -> None:
         prefill = make_engine("prefill")
@@ -257,7 +306,7 @@ class TestTrouble:
         assert not prefill.send("q", list(range(3 * S)))
         assert sum(prefill.stats.failures.values()) == 3
         away.rename(store)
-        prefill.step_until(lambda: prefill.send("r", list(range(3 * S))))
+        prefill.step_until(lambda: prefill.send(f"r{next(NUMBERS)}", list(range(3 * S))))
 
     def test_a_directory_that_cannot_be_used_is_said_at_start(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from pdserve.connectors.testing.targets.redis_process import RedisProcess
 from pdserve.kv_layout import BlockHasher
 
 S = TINY_SPEC.block_size
+NUMBERS = itertools.count()
 PROMPT = list(range(100, 100 + 4 * S + 1))
 
 
@@ -52,7 +54,7 @@ def test_a_full_server_is_a_counted_failure(make_engine: Any, server: RedisProce
         assert not prefill.send("q", list(range(3 * S)))
         assert prefill.stats.failures == {"no_space": 3}
         client.config_set("maxmemory", 0)
-    prefill.step_until(lambda: prefill.send("r", list(range(3 * S))))
+    prefill.step_until(lambda: prefill.send(f"r{next(NUMBERS)}", list(range(3 * S))))
 
 
 def test_a_server_that_is_gone_costs_nothing_but_computing_and_comes_back(
@@ -70,7 +72,7 @@ def test_a_server_that_is_gone_costs_nothing_but_computing_and_comes_back(
     assert decode.lookup("e").num_tokens == 0
     assert not prefill.send("q", PROMPT)
     server.start()
-    prefill.step_until(lambda: prefill.send("r", PROMPT))
+    prefill.step_until(lambda: prefill.send(f"r{next(NUMBERS)}", PROMPT))
     assert decode.load("f", PROMPT) == len(PROMPT)
 
 
@@ -91,7 +93,7 @@ def test_a_server_that_does_not_answer_costs_a_bounded_time(make_engine: Any, se
         assert decode.lookup("e").num_tokens == 0
         assert not prefill.send("q", list(range(3 * S)))
         assert time.monotonic() - began < 5
-    prefill.step_until(lambda: prefill.send("r", list(range(3 * S))))
+    prefill.step_until(lambda: prefill.send(f"r{next(NUMBERS)}", list(range(3 * S))))
     decode.step_until(lambda: decode.load(f"f{time.monotonic()}", PROMPT) == len(PROMPT))
 
 

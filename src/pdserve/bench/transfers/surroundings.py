@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ _PACKAGES = {"nixl": "nixl", "redis": "redis", "lmcache": "lmcache", "multi": "n
 _SHARED_MEMORY = Path("/dev/shm")
 _REDIS_OVERHEAD = 1.3
 """Its allocator rounds values up."""
+_SWEEP_S = 0.1
 
 
 def find_hindrance(connector: str) -> str | None:
@@ -35,8 +38,8 @@ def surroundings(connector: str, store_bytes: int | None) -> Iterator[dict[str, 
 
     Args:
         connector: its name.
-        store_bytes: of KV that files and a Redis server hold before they evict; None = no limit. LMCache's files have
-            none.
+        store_bytes: of KV that files and a Redis server hold before they evict; None = no limit. LMCache deletes
+            nothing: its oldest files are deleted here, as whoever runs it would do.
 
     Raises:
         ConfigError: something does not start.
@@ -50,8 +53,11 @@ def surroundings(connector: str, store_bytes: int | None) -> Iterator[dict[str, 
             case "shared_storage":
                 yield {"path": stack.enter_context(_directory()), **_limit_files(store_bytes)}
             case "lmcache":
+                path = stack.enter_context(_directory())
+                if store_bytes is not None:
+                    stack.enter_context(_swept(path, store_bytes))
                 # What it keeps in its own memory is no hand-off.
-                yield {"url": f"fs://{stack.enter_context(_directory())}", "cpu_cache": False}
+                yield {"url": f"fs://{path}", "cpu_cache": False}
             case "multi":
                 files = {"path": stack.enter_context(_directory()), **_limit_files(store_bytes)}
                 yield {"children": [{"connector": "nixl"}, {"connector": "shared_storage", "options": files}]}
@@ -64,6 +70,32 @@ def _directory() -> Iterator[str]:
     root = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-", dir=root) as path:
         yield path
+
+
+@contextlib.contextmanager
+def _swept(path: str, max_bytes: int) -> Iterator[None]:
+    """Inside, the newest files in a directory stay, up to ``max_bytes``."""
+    is_over = threading.Event()
+
+    def sweep_again_and_again() -> None:
+        while not is_over.wait(_SWEEP_S):
+            _sweep(path, max_bytes)
+
+    sweeper = threading.Thread(target=sweep_again_and_again, name="sweeper", daemon=True)
+    sweeper.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        sweeper.join()
+
+
+def _sweep(path: str, max_bytes: int) -> None:
+    files = [(entry.stat(), entry.path) for entry in os.scandir(path) if entry.is_file()]
+    for status, name in sorted(files, key=lambda file: file[0].st_mtime_ns, reverse=True):
+        max_bytes -= status.st_size
+        if max_bytes < 0:
+            os.unlink(name)
 
 
 def _limit_files(store_bytes: int | None) -> dict[str, int]:
