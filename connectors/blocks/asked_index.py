@@ -7,7 +7,7 @@ A lookup's life::
                             └── deadline ──> 0
 
 While the store fails, there is a pause in which every answer is 0 at once. A hand-off that its producer has found whole
-in the store before offering it needs no question, until that answer is two seconds old.
+in the store right before offering it needs no question, unless it waits here for more than two seconds.
 """
 
 from __future__ import annotations

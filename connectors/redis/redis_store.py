@@ -91,11 +91,11 @@ class RedisStore:
     def read(self, blocks: Sequence[BlockTransfer], memory: BlockMemory) -> Generator[Failure | None]:
         """Ask ahead, and take the answers in order; what was used lives on for another TTL.
 
-        After a failure of the server there is a pause: loads that wait for their turn do not wait for it one by one.
+        After a timeout there is a pause: loads that wait for their turn do not wait for the server one by one.
         """
         paused = self._backoff.get_reason()
         if paused is not None:
-            yield Failure(paused, "an earlier read failed")
+            yield Failure(paused, "the server has just kept another load waiting")
             return
         asked: list[list[Channel]] = []
         step = self._reader.num_ahead // 2
@@ -110,7 +110,8 @@ class RedisStore:
                         self._backoff.count_success()
                     yield failure
         except ExchangeError as error:
-            self._backoff.count_failure(error.failure.kind)
+            if error.failure.kind == "timeout":
+                self._backoff.count_failure(error.failure.kind)
             yield error.failure
 
     def write(self, blocks: Sequence[SealedBlock]) -> list[WriteResult]:

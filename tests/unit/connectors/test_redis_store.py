@@ -122,7 +122,7 @@ def test_a_question_that_fails_is_asked_by_the_write(store: RedisStore, server: 
     assert write(store, 0) == [WriteResult()]
 
 
-def test_after_a_failure_loads_that_wait_do_not_wait_for_the_server(
+def test_after_a_timeout_loads_that_wait_do_not_wait_for_the_server(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=0.0)
@@ -134,8 +134,10 @@ def test_after_a_failure_loads_that_wait_do_not_wait_for_the_server(
     server.failure = Failure("timeout", "asleep")
     assert next(store.read(blocks, memory)) == server.failure
     for _ in range(3):
-        assert next(store.read(blocks, memory)) == Failure("timeout", "an earlier read failed")
+        assert next(store.read(blocks, memory)) == Failure("timeout", "the server has just kept another load waiting")
     assert server.num_exchanges == 1
     clock.now += 0.3
-    assert next(store.read(blocks, memory)) == server.failure
-    assert server.num_exchanges == 2
+    server.failure = Failure("unreachable", "gone")  # which is told at once
+    for _ in range(2):
+        assert next(store.read(blocks, memory)) == server.failure
+    assert server.num_exchanges == 3
