@@ -14,6 +14,8 @@ from pathlib import Path
 from pdserve.connectors.lmcache.options import CONNECTOR_NAME, LMCacheOptions
 from pdserve.errors import ConfigError
 
+# Other programs may keep files in the directory too, and what they call temporary is theirs.
+_TEMP_PREFIX = "pdserve-tmp-"
 _STALE_TEMP_S = 600.0
 _DISK_NAME = re.compile(r"pdserve-(\d+)-[0-9a-f]+")
 
@@ -43,7 +45,7 @@ class EngineDirectories:
             _make(root)
             if can_write:
                 _remove_stale_temps(root)
-                self.temp = root / f"tmp-{token}"
+                self.temp = root / f"{_TEMP_PREFIX}{token}"
                 _make(self.temp)
         if can_write and options.local_disk_path is not None:
             _make(options.local_disk_path)
@@ -73,7 +75,7 @@ def _make(path: Path) -> None:
 def _remove_stale_temps(root: Path) -> None:
     """Old unfinished files. Their directories stay: an idle engine's look the same, and it would miss its own."""
     oldest = time.time() - _STALE_TEMP_S
-    for path in root.glob("tmp-*/*"):
+    for path in root.glob(f"{_TEMP_PREFIX}*/*"):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < oldest:
                 path.unlink()

@@ -157,14 +157,15 @@ class TestDirectories:
         assert list((tmp_path / "store").iterdir()) == []
 
     def test_unfinished_files_of_the_dead_go_when_they_are_old(self, tmp_path: Path) -> None:
-        dead = tmp_path / "store" / "tmp-dead"
-        dead.mkdir(parents=True)
-        old, young = dead / "old", dead / "young"
-        for path in (old, young):
+        dead, others = tmp_path / "store" / "pdserve-tmp-dead", tmp_path / "store" / "tmp-others"
+        paths = old, _, foreign = dead / "old", dead / "young", others / "old"
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"x")
-        os.utime(old, (1, 1))
+        for path in (old, foreign):
+            os.utime(path, (1, 1))
         self.make(tmp_path)
-        assert (old.exists(), young.exists()) == (False, True)
+        assert [path.exists() for path in paths] == [False, True, True]
 
     def test_a_dead_engines_tier_goes_and_a_living_ones_stays(self, tmp_path: Path) -> None:
         tier = tmp_path / "tier"
