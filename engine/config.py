@@ -39,6 +39,12 @@ class ModelSettings:
         1, help="worker processes that share each layer's heads and features; must divide them", minimum=1
     )
     pipeline_parallel_size: int = setting(1, help="worker processes that share the layers", minimum=1)
+    worker_timeout_s: float = setting(
+        60.0,
+        help="worker processes that leave a step unanswered for this long end the engine: one of them hangs",
+        minimum=1,
+        maximum=300,
+    )
 
 
 @dataclass(frozen=True)

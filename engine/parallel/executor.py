@@ -29,10 +29,14 @@ class MultiProcExecutor:
         codec: for steps.
         ranks: all of the engine's, in order.
         sampling_index: the rank whose tokens count.
+        timeout_s: how long a step may take.
     """
 
-    def __init__(self, pool: WorkerPool, codec: StepCodec, ranks: Sequence[Rank], sampling_index: int) -> None:
+    def __init__(
+        self, pool: WorkerPool, codec: StepCodec, ranks: Sequence[Rank], sampling_index: int, timeout_s: float
+    ) -> None:
         self._pool = pool
+        self._timeout_s = timeout_s
         self._codec = codec
         self._sampling_index = sampling_index
         self._aggregator = OutputAggregator(len(ranks))
@@ -47,11 +51,11 @@ class MultiProcExecutor:
         """Compute one step on all ranks.
 
         Raises:
-            EngineError: a worker has ended.
+            EngineError: a worker has ended, or hangs.
         """
         self._aggregator.expect(step.loads_started, step.finished_sending_due)
         self._pool.broadcast(self._codec.encode_step(step, self._sampled_token_ids))
-        outputs = [self._codec.decode_output(done) for done in self._pool.collect(StepDone)]
+        outputs = [self._codec.decode_output(done) for done in self._pool.collect(StepDone, self._timeout_s)]
         output = outputs[self._sampling_index]
         output.connector_output = self._aggregator.merge([each.connector_output for each in outputs])
         self._sampled_token_ids = output.sampled_token_ids
@@ -85,6 +89,7 @@ class RankWorkers:
             tensor_parallel_size=settings.tensor_parallel_size, pipeline_parallel_size=settings.pipeline_parallel_size
         )
         self._codec = build_step_codec(config.connector, self.rank)
+        self._timeout_s = settings.worker_timeout_s
         self.device = torch.device("cpu")
         self._pool = WorkerPool(self.rank.all_ranks)
         try:
@@ -103,7 +108,7 @@ class RankWorkers:
         self._pool.collect(Started)
         self._pool.watch(wake_up or _do_nothing)
         samples = [Shard(self.model_config, rank).samples for rank in self.rank.all_ranks]
-        return MultiProcExecutor(self._pool, self._codec, self.rank.all_ranks, samples.index(True))
+        return MultiProcExecutor(self._pool, self._codec, self.rank.all_ranks, samples.index(True), self._timeout_s)
 
     def close(self) -> None:
         """See `Workers.close`."""

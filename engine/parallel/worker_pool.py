@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=Answer)
 _END_S = 10.0
 """How long workers may take to close their connectors."""
+_NUM_LOOKS = 8
+"""A time limit is waited for in as many pieces, so that a machine that was suspended counts as one piece of silence."""
 _STATUS_S = 1.0
 """How long after its connection broke a worker's exit status may come."""
 
@@ -106,17 +108,21 @@ class WorkerPool:
         """
         self.send(msgspec.msgpack.encode(self._buffer.write(message)))
 
-    def collect(self, kind: type[T]) -> list[T]:
+    def collect(self, kind: type[T], timeout_s: float | None = None) -> list[T]:
         """One answer of each worker, in the order of ranks; waits for all.
+
+        Args:
+            kind: of the answers.
+            timeout_s: how long none of those waited for may answer; None = for ever.
 
         Raises:
             ConfigError: a worker says that it cannot start.
-            EngineError: one has ended.
+            EngineError: one has ended, or does not answer.
         """
         answers: dict[int, T] = {}
         pending = {connection: index for index, connection in enumerate(self._connections)}
         while pending:
-            for ready in wait(list(pending)):
+            for ready in self._wait_for_any(list(pending), timeout_s):
                 assert isinstance(ready, Connection)
                 answer = self._receive(ready)
                 if isinstance(answer, Refused):
@@ -184,6 +190,17 @@ class WorkerPool:
             self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds))
         self._connections.append(connection)
         connection.send_bytes(msgspec.msgpack.encode(start))
+
+    def _wait_for_any(self, pending: list[Connection], timeout_s: float | None) -> Sequence[object]:
+        """Those of the connections that can be read from; at least one."""
+        if timeout_s is None:
+            return wait(pending)
+        for _ in range(_NUM_LOOKS):
+            if ready := wait(pending, timeout_s / _NUM_LOOKS):
+                return ready
+        self._ends_in_order = False
+        silent = ", ".join(self._ranks[self._connections.index(connection)].label for connection in pending)
+        raise EngineError(f"worker processes of this engine have not answered for {timeout_s:g} s: {silent}")
 
     def _receive(self, connection: Connection) -> Answer:
         try:

@@ -152,6 +152,19 @@ def test_workers_end_with_their_engine_and_an_engine_with_its_workers(model: Pat
         instance.kill()
 
 
+def test_a_worker_that_hangs_ends_the_engine_when_a_step_needs_it(model: Path) -> None:
+    core = build_core(model=str(model), **SMALL, pipeline_parallel_size=2, worker_timeout_s=1.0)
+    try:
+        workers = find_workers(os.getpid())
+        core.add_request(AddRequest(request_id="a", prompt_token_ids=PROMPT, sampling=GREEDY))
+        os.kill(workers[1], signal.SIGSTOP)
+        with pytest.raises(EngineError, match=r"have not answered for 1 s: .*tp0of1-pp1of2"):
+            core.step()
+    finally:
+        core.close()
+    assert not any(is_running(worker) for worker in workers)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

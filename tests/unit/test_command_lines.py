@@ -15,7 +15,7 @@ from pdserve.settings import option_flags
 EVERY = "--config --help --version"
 ENGINE = """
     --model --served-model-name --dtype --max-model-len --quantization --device --kernel-backend --num-threads
-    --tensor-parallel-size --pipeline-parallel-size
+    --tensor-parallel-size --pipeline-parallel-size --worker-timeout-s
     --block-size --kv-dtype --num-blocks --memory-fraction --enable-prefix-caching
     --policy --max-num-seqs --max-num-batched-tokens --max-queue-len --kv-load-failure-policy
     --connector --connector-option

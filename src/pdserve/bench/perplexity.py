@@ -50,7 +50,10 @@ class PerplexityConfig:
     text: TextSettings = field(default_factory=TextSettings)
     model: ModelSettings = section(
         ModelSettings,
-        exclude=("served_model_name", "max_model_len", "device", "tensor_parallel_size", "pipeline_parallel_size"),
+        exclude=(
+            *("served_model_name", "max_model_len", "device"),
+            *("tensor_parallel_size", "pipeline_parallel_size", "worker_timeout_s"),
+        ),
     )
     output: OutputSettings = field(default_factory=OutputSettings)
 

@@ -37,7 +37,7 @@ SERVICE_SECTIONS = frozenset(
 INSTANCE_MODEL_KEYS = frozenset(
     (
         *("dtype", "max_model_len", "quantization", "device", "kernel_backend", "num_threads"),
-        *("tensor_parallel_size", "pipeline_parallel_size"),
+        *("tensor_parallel_size", "pipeline_parallel_size", "worker_timeout_s"),
     )
 )
 """What instances know of ``[model]`` and routers, which have that section too, do not."""

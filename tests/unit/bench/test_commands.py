@@ -21,7 +21,7 @@ from pdserve.settings import option_flags
 EVERY = "--config --help --version --output --progress"
 ENGINE = """
     --model --served-model-name --dtype --max-model-len --quantization --device --kernel-backend
-    --tensor-parallel-size --pipeline-parallel-size
+    --tensor-parallel-size --pipeline-parallel-size --worker-timeout-s
     --block-size --kv-dtype --num-blocks --memory-fraction
     --policy --max-num-seqs --max-num-batched-tokens --max-queue-len --kv-load-failure-policy
 """
