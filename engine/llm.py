@@ -137,10 +137,11 @@ class LLM:
     def _run(self, runs: Sequence[_Run], bar: tqdm[None]) -> None:
         waiting = list(reversed(runs))
         live: dict[str, _Run] = {}
-        max_live = self._core.config.scheduler.max_num_seqs * 2
+        settings = self._core.config.scheduler
+        max_live, max_waiting = settings.max_num_seqs * 2, settings.max_queue_len
         try:
             while waiting or live:
-                while waiting and len(live) < max_live:
+                while waiting and len(live) < max_live and self._core.get_load().num_waiting < max_waiting:
                     run = waiting.pop()
                     live[run.message.request_id] = run
                     self._core.add_request(run.message)
@@ -173,7 +174,8 @@ class _Run:
         completion.token_ids += output.new_token_ids[: delta.num_tokens_used]
         if output.logprobs and completion.logprobs is not None:
             completion.logprobs += output.logprobs[: delta.num_tokens_used]
-        completion.prompt_logprobs = output.prompt_logprobs or completion.prompt_logprobs
+        if output.prompt_logprobs is not None:
+            completion.prompt_logprobs = output.prompt_logprobs
         completion.num_cached_tokens += output.num_cached_tokens
         if delta.stop_string is not None:
             completion.finish_reason = FinishReason.STOP

@@ -131,7 +131,7 @@ class ModelConfig:
             mlp_bias=fields.boolean("mlp_bias", default=False) if architecture == "LlamaForCausalLM" else False,
             qk_norm=family.qk_norm,
             rope=rope,
-            eos_token_ids=_read_token_ids(fields, "eos_token_id"),
+            eos_token_ids=_read_token_ids(fields, "eos_token_id", fields.positive_int("vocab_size")),
         )
 
     @classmethod
@@ -209,9 +209,12 @@ def _limit_to_window(context_len: int, fields: TypedFields, family: _Family) -> 
     return min(context_len, window)
 
 
-def _read_token_ids(fields: TypedFields, name: str) -> tuple[int, ...]:
+def _read_token_ids(fields: TypedFields, name: str, vocab_size: int) -> tuple[int, ...]:
     value = fields.content.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
         raise ConfigError(f"config.json: {name} is {value!r}; it must be a token id or a list of them")
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise ConfigError(f"config.json: {name} is {value!r}; vocab_size {vocab_size} has no token {token_id}")
     return tuple(ids)

@@ -14,6 +14,7 @@ from pdserve.protocol import AddRequest, InstanceLimits, SamplingParams
 
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed")
 
 _Range = tuple[Callable[[float], bool], str]
 _RANGES: dict[str, _Range] = {
@@ -34,10 +35,7 @@ def check_sampling(params: SamplingParams, limits: InstanceLimits) -> None:
     Raises:
         RequestError: names the parameter, its value and what is accepted.
     """
-    for name, (is_valid, accepted) in _RANGES.items():
-        value = getattr(params, name)
-        if not math.isfinite(value) or not is_valid(value):
-            raise RequestError(f"{name} is {value}; it must be {accepted}", param=name)
+    _check_ranges(params)
     if params.max_tokens is not None:
         if params.max_tokens < 1:
             raise RequestError(f"max_tokens is {params.max_tokens}; it must be at least 1", param="max_tokens")
@@ -103,6 +101,18 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, limits: Instanc
             f"{limit} tokens this service takes; ask for at most {limit - num_prompt_tokens}",
             param="max_tokens",
         )
+
+
+def _check_ranges(params: SamplingParams) -> None:
+    """Each number by itself; integers first, for those too large for the wire are too large for a float too."""
+    for name in _INTEGERS:
+        number = getattr(params, name)
+        if number is not None and not -(2**63) <= number < 2**63:
+            raise RequestError(f"{name} is {number}; it must fit into 64 bits", param=name)
+    for name, (is_valid, accepted) in _RANGES.items():
+        value = getattr(params, name)
+        if not math.isfinite(value) or not is_valid(value):
+            raise RequestError(f"{name} is {value}; it must be {accepted}", param=name)
 
 
 def _check_logprobs(name: str, value: int | None, limits: InstanceLimits) -> None:

@@ -66,10 +66,11 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_on_what_is_cached(llm: LLM) 
     params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=3)
     llm.generate([prompt], GREEDY, use_tqdm=False)
     (warm,) = llm.generate([prompt], params, use_tqdm=False)
-    with LLM(num_blocks=64, max_num_batched_tokens=7) as chunked:
-        (cold,) = chunked.generate([prompt], params, use_tqdm=False)
+    with LLM(num_blocks=64, max_num_batched_tokens=7, max_queue_len=1) as chunked:
+        cold, shortest = chunked.generate([prompt, [1000]], params, use_tqdm=False)
     assert warm.prompt_logprobs == cold.prompt_logprobs
     assert len(warm.prompt_logprobs or []) == 99
+    assert shortest.prompt_logprobs == []  # asked for, and there is nothing to tell of the first token
 
 
 def test_seed_fixes_the_answer_and_its_absence_does_not(llm: LLM) -> None:

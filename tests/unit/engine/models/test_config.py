@@ -93,6 +93,7 @@ def test_rope_scaling_kinds_in_the_old_spelling() -> None:
             "high_freq_factor 4.0 must be above low_freq_factor 4.0",
         ),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"eos_token_id": [2, 100]}, "vocab_size 100 has no token 100"),
         ({"sliding_window": -1, "architectures": ["MistralForCausalLM"]}, "sliding_window is -1"),
     ],
 )
