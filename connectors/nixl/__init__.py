@@ -12,7 +12,7 @@ machine: copies between processes over shared memory; several: TCP or what UCX f
       leases.py           who may read what, until when
       consumer.py         from a reference to verified blocks
       loads.py            one load under way
-      reads.py            the order of reads; read_pace.py: how fast they go on
+      reads.py            the order of reads
       queued_transfers.py  transfers that wait for their turn to be loaded
       agent.py            NIXL, wrapped
       descriptors.py      blocks as NIXL addresses them

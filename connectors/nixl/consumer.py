@@ -23,6 +23,7 @@ from typing import Protocol
 
 from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.blocks.failures import Failure, WarningLimiter
+from pdserve.connectors.blocks.read_pace import ReadPace
 from pdserve.connectors.nixl import wire
 from pdserve.connectors.nixl.agent import RemotePool, TransferAgent, TransportError
 from pdserve.connectors.nixl.loads import ActiveLoad, Ending, Phase
@@ -30,7 +31,6 @@ from pdserve.connectors.nixl.messages import Endpoint, Load, TransferReference
 from pdserve.connectors.nixl.pool_memory import PoolMemory
 from pdserve.connectors.nixl.producer import explain_difference
 from pdserve.connectors.nixl.queued_transfers import QueuedTransfers
-from pdserve.connectors.nixl.read_pace import ReadPace
 from pdserve.connectors.nixl.reads import ReadQueue
 from pdserve.connectors.nixl.report import TransferReport
 

@@ -160,6 +160,7 @@ class StepMetadata(msgspec.Struct, frozen=True):
         cancelled_loads: requests that ended while their load is under way.
         cancelled_offers: requests whose consumer will not come.
         queued: transfers that will be asked for when their requests' turn comes.
+        computes: the step has tokens to compute.
     """
 
     filled: list[FilledBlocks] = []
@@ -170,11 +171,12 @@ class StepMetadata(msgspec.Struct, frozen=True):
     cancelled_loads: list[str] = []
     cancelled_offers: list[str] = []
     queued: list[TransferReference] = []
+    computes: bool = False
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
-        return not any(getattr(self, name) for name in self.__struct_fields__)
+        """Whether there is nothing to do for the transfer thread."""
+        return not any(getattr(self, name) for name in self.__struct_fields__ if name != "computes")
 
 
 def build_params(ranks: Sequence[Endpoint], offer: Offer, *, lease_s: float, num_bytes: int) -> KVTransferParams:

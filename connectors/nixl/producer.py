@@ -1,7 +1,7 @@
 """The producer's side: offers, leases, and answers to consumers.
 
-Lives on the transfer thread; sockets are somebody else's. Checksums are taken on a thread of their own, the last ones
-from the moment of the offer, while the consumer is on its way; it is told of them when it has opened the transfer.
+Lives on the transfer thread; sockets are somebody else's. Checksums are taken between other things, the last ones from
+the moment of the offer, while the consumer is on its way; it is told of them when it has opened the transfer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Producer:
         report: told of each sending's end.
         warnings: log lines for people.
         reply: sends a message to a consumer.
-        run_soon: runs a function on the transfer thread; called from other threads.
         clock: monotonic seconds.
     """
 
@@ -57,7 +56,6 @@ class Producer:
         warnings: WarningLimiter,
         *,
         reply: Reply,
-        run_soon: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
         self._welcome = welcome
@@ -66,7 +64,6 @@ class Producer:
         self._report = report
         self._warnings = warnings
         self._reply = reply
-        self._run_soon = run_soon
         self._clock = clock
         self._prompt_checksums = PromptChecksums(memory, report.count_save_time)
         self._checksums: dict[str, bytes] = {}
@@ -89,9 +86,7 @@ class Producer:
     def offer(self, offer: Offer) -> None:
         """Hold a request's blocks until a consumer has them, or none came in time."""
         take = functools.partial(self._take_checksums, self._leases.add(offer))
-        self._prompt_checksums.finish(
-            offer.request_id, offer.block_ids, lambda checksums: self._run_soon(functools.partial(take, checksums))
-        )
+        self._prompt_checksums.finish(offer.request_id, offer.block_ids, take)
         early, self._early = self._early, []
         for _, reader, message in early:
             self.receive(reader, message)
@@ -135,13 +130,15 @@ class Producer:
     @property
     def next_due(self) -> float | None:
         """When `advance` must be called at the latest."""
+        if self._prompt_checksums:
+            return self._clock()
         times = [deadline for deadline, _, _ in self._early]
         if self._leases.next_expiry is not None:
             times.append(self._leases.next_expiry)
         return min(times, default=None)
 
     def advance(self) -> None:
-        """End what has waited long enough."""
+        """End what has waited long enough, and go on with checksums."""
         for lease in self._leases.take_expired():
             self._report.count_failure("expired")
             self._warnings.warn(
@@ -155,10 +152,7 @@ class Producer:
         self._early = [entry for entry in self._early if now < entry[0]]
         for _, reader, message in late:
             self._refuse(reader, message.transfer_id, "unknown", _NEVER_OFFERED)
-
-    def close(self, timeout_s: float) -> None:
-        """Stop the checksum thread."""
-        self._prompt_checksums.close(timeout_s)
+        self._prompt_checksums.advance()
 
     # --- parts -----------------------------------------------------------------------------------------------
 

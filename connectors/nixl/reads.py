@@ -14,7 +14,7 @@ from pdserve.connectors.nixl.agent import RemotePool, TransferAgent
 from pdserve.connectors.nixl.loads import ActiveLoad
 from pdserve.connectors.nixl.pool_memory import PoolMemory
 
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 2 << 20
 
 
 class ReadQueue:

@@ -118,6 +118,7 @@ class NixlScheduler:
             self._cancelled_loads,
             self._cancelled_offers,
             list(self._queued.values()),
+            computes=bool(plan.scheduled),
         )
         self._forgotten, self._offers, self._loads, self._releases = [], [], [], []
         self._cancelled_loads, self._cancelled_offers, self._queued = [], [], {}

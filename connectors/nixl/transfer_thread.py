@@ -37,7 +37,6 @@ _LONGEST_WAIT_S = 1.0
 _POLL_UNIT_S = 0.001
 # Until a read that goes on in the background is looked at again.
 _READ_PAUSE_S = 20e-6
-_CHECKSUM_JOIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,6 @@ class TransferThread:
         self._wake_up.close()
         self._consumer.drop_all("the connector is being closed")
         if self._side is not None:
-            self._side.producer.close(_CHECKSUM_JOIN_S)
             self._side.socket.close()
         self._agent.close()
         self._sockets.context.term()

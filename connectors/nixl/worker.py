@@ -106,7 +106,8 @@ class NixlWorker:
         """
         if self._memory is None or self._consumer is None:
             return
-        self._consumer.pace.begin_step()
+        if metadata.computes:
+            self._consumer.pace.begin_step()
         if metadata.is_empty:
             return
         for offer in metadata.offers:
@@ -151,7 +152,6 @@ class NixlWorker:
             self._report,
             self._warnings,
             reply=socket.send,
-            run_soon=self._wake_up.run_soon,
             clock=time.monotonic,
         )
         return ProducerSide(self._producer, socket)

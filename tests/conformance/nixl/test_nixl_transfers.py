@@ -149,6 +149,19 @@ def test_a_cancelled_hand_off_frees_its_blocks_long_before_the_lease_ends(make_e
     assert fetch(decode, "d", PROMPT, params, beside=[prefill]) == 0
 
 
+def test_reads_step_aside_for_steps_that_compute_and_for_no_others(make_engine) -> None:
+    decode = make_engine("decode")
+    decode.submit("d", PROMPT)
+    decode.admit("d", 0)
+    pace = decode.worker._consumer.pace
+    for num_tokens in ({}, {"d": S}, {}):
+        decode.worker.start_load_kv(decode.build_metadata(num_tokens))
+        assert pace.is_computing is bool(num_tokens)
+        decode.worker.get_finished([])
+        assert not pace.is_computing
+    decode.finish("d")
+
+
 def test_an_idle_engine_costs_nothing(make_engine, fetch) -> None:
     prefill, decode = make_engine("prefill"), make_engine("decode")
     fetch(decode, "d", PROMPT, prefill.prefill("p", PROMPT).kv_transfer_params, beside=[prefill])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -24,22 +21,25 @@ NUM_BLOCKS = 8
 
 
 class Desk:
-    """The checksum thread, and memory whose content changes under it."""
+    """Checksums of memory whose content changes meanwhile; a slice is of two blocks."""
 
     def __init__(self) -> None:
         kv_cache = torch.zeros((NUM_BLOCKS, *TINY_SPEC.block_shape), dtype=torch.bfloat16)
         self.rows = kv_cache.view(torch.uint8).reshape(NUM_BLOCKS, -1).numpy()
         self.rows[:] = np.arange(NUM_BLOCKS, dtype=np.uint8)[:, None]
         self.checksums = PromptChecksums(PoolMemory(kv_cache, TINY_SPEC), lambda seconds: None)
-        self.found: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.checksums._blocks_in_slice = 2
 
     def finish(self, request_id: str, block_ids: list[int]) -> bytes:
-        self.checksums.finish(request_id, block_ids, self.found.put)
-        return self.found.get(timeout=30)
+        found: list[bytes] = []
+        self.checksums.finish(request_id, block_ids, found.append)
+        self.take_all()
+        (checksums,) = found
+        return checksums
 
-    def fence(self) -> None:
-        """What was asked for before this has been done."""
-        self.finish("fence", [])
+    def take_all(self) -> None:
+        while self.checksums:
+            self.checksums.advance()
 
     def expect(self, *values: int) -> bytes:
         """Checksums of blocks that hold these values."""
@@ -48,16 +48,14 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    desk.checksums.close(30.0)
+def desk() -> Desk:
+    return Desk()
 
 
 def test_filled_blocks_are_read_before_the_end_and_not_again(desk: Desk) -> None:
     desk.checksums.add("r", 0, [5, 1])
     desk.checksums.add("r", 2, [7])
-    desk.fence()
+    desk.take_all()
     desk.rows[5] = 99
     assert desk.finish("r", [5, 1, 7, 2]) == desk.expect(5, 1, 7, 2)
     assert desk.finish("r", [5, 1, 7, 2]) == desk.expect(99, 1, 7, 2)
@@ -67,7 +65,7 @@ def test_a_preempted_requests_blocks_are_read_anew(desk: Desk) -> None:
     desk.checksums.add("r", 0, [5, 1])
     desk.checksums.forget("r")
     desk.checksums.forget("never heard of")
-    desk.fence()
+    desk.take_all()
     desk.rows[5] = 99
     assert desk.finish("r", [5, 1]) == desk.expect(99, 1)
 
@@ -75,9 +73,34 @@ def test_a_preempted_requests_blocks_are_read_anew(desk: Desk) -> None:
 @pytest.mark.parametrize(("first_block", "block_ids"), [(1, [1, 5]), (0, [3, 5])])
 def test_what_does_not_fit_together_is_read_anew(desk: Desk, first_block: int, block_ids: list[int]) -> None:
     desk.checksums.add("r", first_block, [1])
-    desk.fence()
+    desk.take_all()
     desk.rows[block_ids[0]] = 99
     assert desk.finish("r", block_ids) == desk.expect(99, 5)
+
+
+def test_a_slice_at_a_time_and_the_prompt_that_was_filled_first_comes_first(desk: Desk) -> None:
+    found: list[bytes] = []
+    desk.checksums.add("growing", 0, [6])
+    for name, block_ids in (("long", [5, 1, 7, 2, 3]), ("short", [4])):
+        desk.checksums.finish(name, block_ids, found.append)
+    num_found = []
+    while desk.checksums:
+        desk.checksums.advance()
+        num_found.append(len(found))
+    assert num_found == [0, 0, 0, 1, 2]
+    assert found == [desk.expect(5, 1, 7, 2, 3), desk.expect(4)]
+    desk.checksums.advance()
+    assert len(found) == 2
+
+
+def test_memory_that_cannot_be_read_costs_its_own_prompt(desk: Desk) -> None:
+    found: list[bytes] = []
+    desk.checksums.finish("bad", [NUM_BLOCKS], found.append)
+    desk.checksums.finish("good", [1], found.append)
+    with pytest.raises(IndexError):
+        desk.checksums.advance()
+    desk.take_all()
+    assert found == [desk.expect(1)]
 
 
 def plan(*steps: tuple[str, int, int]) -> StepPlan:

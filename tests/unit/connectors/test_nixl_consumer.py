@@ -14,6 +14,7 @@ pytest.importorskip("nixl")
 
 from pdserve.connectors.base import ConnectorOutput, ConnectorStats
 from pdserve.connectors.blocks.failures import WarningLimiter
+from pdserve.connectors.blocks.read_pace import ReadPace
 from pdserve.connectors.nixl import wire
 from pdserve.connectors.nixl import worker as worker_module
 from pdserve.connectors.nixl.agent import RemotePool, TransportError
@@ -21,7 +22,6 @@ from pdserve.connectors.nixl.consumer import Consumer
 from pdserve.connectors.nixl.descriptors import MemoryRegion
 from pdserve.connectors.nixl.messages import Endpoint, Load, TransferReference
 from pdserve.connectors.nixl.pool_memory import PoolMemory
-from pdserve.connectors.nixl.read_pace import ReadPace
 from pdserve.connectors.nixl.reads import ReadQueue
 from pdserve.connectors.nixl.report import TransferReport
 from pdserve.connectors.testing import build_context
@@ -648,7 +648,7 @@ def test_closing_ends_everything_once(desk: Desk) -> None:
 def test_pieces_are_as_large_as_the_cache_wants_them() -> None:
     memory = PoolMemory(torch.zeros((2, *TINY_SPEC.block_shape), dtype=torch.bfloat16), TINY_SPEC)
     queue = ReadQueue(None, memory, S, timeout_s=1.0, clock=lambda: 0.0)  # type: ignore[arg-type]
-    assert queue._blocks_in_piece == (4 << 20) // TINY_SPEC.block_bytes
+    assert queue._blocks_in_piece == (2 << 20) // TINY_SPEC.block_bytes
 
 
 def test_checksums_are_little_endian_xxh3() -> None:

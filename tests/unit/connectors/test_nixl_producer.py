@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,7 +33,6 @@ class Desk:
 
     now: float = 0.0
     replies: list[tuple[bytes, wire.ProducerMessage]] = field(default_factory=list)
-    tasks: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
     serial: int = 0
 
     def __post_init__(self) -> None:
@@ -50,7 +47,6 @@ class Desk:
             self.report,
             WarningLimiter(worker_module.logger, lambda: self.now),
             reply=lambda reader, message: self.replies.append((reader, message)),
-            run_soon=self.tasks.put,
             clock=lambda: self.now,
         )
 
@@ -67,7 +63,7 @@ class Desk:
         return offer
 
     def take_checksums(self) -> None:
-        self.tasks.get(timeout=10)()
+        self.producer.advance()
 
     def say(self, message: wire.ConsumerMessage, reader: bytes = b"a") -> list[wire.ProducerMessage]:
         """What comes back at once."""
@@ -82,10 +78,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    desk.producer.close(10.0)
+def desk() -> Desk:
+    return Desk()
 
 
 def test_a_whole_transfer(desk: Desk) -> None:
@@ -115,6 +109,13 @@ def test_a_consumer_that_is_faster_than_the_checksums_waits_for_them(desk: Desk)
     assert desk.take_sent(offer) == {}
     desk.say(wire.Close(offer.transfer_id, 3))
     assert desk.take_sent() == {"r0": True}
+
+
+def test_checksums_are_gone_on_with_at_once(desk: Desk) -> None:
+    desk.offer()
+    assert desk.producer.next_due == desk.now
+    desk.take_checksums()
+    assert desk.producer.next_due == desk.now + LEASE_S
 
 
 def test_a_consumer_that_is_faster_than_the_engines_step_waits_for_it(desk: Desk) -> None:
@@ -199,7 +200,7 @@ def test_a_transfer_that_a_consumer_waits_for_is_held_beyond_its_lease(desk: Des
         assert desk.say(wire.Extend([offer.transfer_id])) == []
         desk.producer.advance()
     assert desk.take_sent(offer) == {}
-    assert desk.say(wire.Open(offer.transfer_id, b"prompt")) == []
+    assert [type(reply) for reply in desk.say(wire.Open(offer.transfer_id, b"prompt"))] == [wire.Opened]
     desk.now += LEASE_S
     desk.producer.advance()
     assert desk.take_sent() == {"r0": False}
@@ -214,8 +215,6 @@ def test_a_reader_whose_lease_ends_is_told(desk: Desk, has_answer: bool) -> None
     desk.now = LEASE_S
     desk.producer.advance()
     assert isinstance(desk.replies[-1][1], wire.Refused)
-    if not has_answer:
-        desk.take_checksums()
     assert len(desk.replies) == 1 + has_answer
     assert desk.take_sent(offer) == {"r0": False}
 
