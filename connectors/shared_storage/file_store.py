@@ -30,7 +30,7 @@ class FileStore:
 
     def __init__(self, directory: BlockDirectory, block_format: BlockFormat, capacity: CapacityKeeper) -> None:
         self.place = directory.root
-        self.blocks_per_read = 8
+        self.blocks_per_read = 4
         self.blocks_per_write = 4  # each file is a call of its own; a batch spares threads their words to each other
         self._directory = directory
         self._format = block_format
