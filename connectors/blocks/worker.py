@@ -37,6 +37,8 @@ class StoreWorker:
         options: bounds and numbers of threads.
         store: where blocks go and come from; closed with this half.
         layerwise: save beside the forward pass, where the store takes blocks piece by piece.
+        places_writers: writers of whole blocks wake on the core that the forward thread leaves free; otherwise where
+            the system likes.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class StoreWorker:
         store: BlockStore,
         *,
         layerwise: bool = False,
+        places_writers: bool = True,
     ) -> None:
         clock = time.monotonic
         warnings = WarningLimiter(logger, clock)
@@ -57,7 +60,8 @@ class StoreWorker:
         self._staging = StagingPool(num_slots, block_format.value_bytes, clock)
         self._readers = TaskThreads("kv-load", options.reader_threads, nice=options.reader_nice, spares_caller=True)
         # Layers are short pieces, often: two writers that float have less left at a step's end than one beside it.
-        self._writers = TaskThreads("kv-save", options.writer_threads, spares_caller=True, is_placed=not layerwise)
+        is_placed = places_writers and not layerwise
+        self._writers = TaskThreads("kv-save", options.writer_threads, spares_caller=True, is_placed=is_placed)
         self._pace = ReadPace()
         self._loader = BlockLoader(
             store,

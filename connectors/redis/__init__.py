@@ -81,4 +81,5 @@ class RedisConnector:
         options = parse_options(context)
         store = RedisStore(RedisServer(options, timeout_s=options.timeout_s), context, options)
         store.check_access()
-        return StoreWorker(CONNECTOR_NAME, context, options, store)
+        # Half of a write is the server's work: writers bound to one core would share it with the server.
+        return StoreWorker(CONNECTOR_NAME, context, options, store, places_writers=False)
