@@ -19,7 +19,6 @@ the one to preempt.
 
 from __future__ import annotations
 
-import bisect
 import enum
 import time
 from collections.abc import Callable, Iterable
@@ -37,7 +36,7 @@ from pdserve.engine.config import SchedulerSettings
 from pdserve.engine.kv_cache_manager import KVCacheManager
 from pdserve.engine.kv_transfers import LOAD_FAILED, KVTransfers
 from pdserve.engine.metrics import EngineStats
-from pdserve.engine.policies import POLICIES
+from pdserve.engine.policies import RequestQueue
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.runner_view import RunnerView
 from pdserve.engine.scheduler_output import (
@@ -93,11 +92,10 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._stats = stats
         self._clock = clock
-        self._order = POLICIES[settings.policy]
 
         self._requests: dict[str, Request] = {}
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
+        self._waiting = RequestQueue(settings.policy)
+        self._running = RequestQueue(settings.policy)
         self.transfers = KVTransfers(settings, kv_cache, connector, stats, clock)
         self._runner_view = RunnerView()
         self._is_stalled = False
@@ -116,7 +114,7 @@ class Scheduler:
             )
         assert not self.has_request(request.request_id), f"request id {request.request_id} is in use"
         self._requests[request.request_id] = request
-        bisect.insort(self._waiting, request, key=self._order)
+        self._waiting.add(request)
         self.transfers.note_queued(request)
         self._is_stalled = False
 
@@ -259,7 +257,7 @@ class Scheduler:
             request = self._running[index]
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             while not self._kv_cache.grow(request.request_id, request.num_computed_tokens + num_tokens):
-                victim = self._running.pop()
+                victim = self._running.pop_last()
                 self._preempt(victim)
                 preempted.append(victim.request_id)
                 if victim is request:
@@ -271,7 +269,7 @@ class Scheduler:
 
     def _schedule_waiting(self, scheduled: dict[str, int], budget: int) -> None:
         """Then waiting ones, in order, while there is budget, a place and memory."""
-        for request in list(self._waiting):
+        for request in self._waiting:
             if budget <= 0 or len(self._running) + self.transfers.num_loading >= self._settings.max_num_seqs:
                 return
             if not self._holds_blocks(request):
@@ -303,14 +301,14 @@ class Scheduler:
         self._stats.count_lookup(request, num_local, match, self._kv_cache.block_size)
         request.note_admission(num_local, self._clock())
         if self.transfers.start_load(request, match):
-            self._remove_waiting(request)
+            self._waiting.remove(request)
             return Admission.NOT_NOW
         return Admission.ADMITTED
 
     def _start(self, request: Request) -> None:
-        self._remove_waiting(request)
+        self._waiting.remove(request)
         request.status = RequestStatus.RUNNING
-        bisect.insort(self._running, request, key=self._order)
+        self._running.add(request)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
             self._stats.queue_time.observe(request.first_scheduled_s - request.received_s)
@@ -323,7 +321,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.add_event("preempted", num_tokens=request.num_tokens)
         self._stats.preemptions.inc()
-        bisect.insort(self._waiting, request, key=self._order)
+        self._waiting.add(request)
 
     def _reclaim(self, *, keep: Request) -> bool:
         """Take the blocks of the last waiting request that holds some (its loaded KV is computed instead).
@@ -404,7 +402,7 @@ class Scheduler:
         """Loads that ended put requests back into the queue; sends that ended free blocks and announce KV."""
         update = self.transfers.update(output)
         for request in update.loaded:
-            bisect.insort(self._waiting, request, key=self._order)
+            self._waiting.add(request)
             self._is_stalled = False
         failed = [self._finish(r, FinishReason.ERROR, error=LOAD_FAILED) for r in update.failed]
         return [*update.announced, *failed]
@@ -414,7 +412,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
         elif request.status is RequestStatus.WAITING:
-            self._remove_waiting(request)
+            self._waiting.remove(request)
         del self._requests[request.request_id]
         self._runner_view.drop(request.request_id)
         params = self.transfers.finish(request, reason)
@@ -428,11 +426,6 @@ class Scheduler:
             kv_transfer_params=params,
             events=request.take_events(),
         )
-
-    def _remove_waiting(self, request: Request) -> None:
-        index = bisect.bisect_left(self._waiting, self._order(request), key=self._order)
-        if index < len(self._waiting) and self._waiting[index] is request:
-            del self._waiting[index]
 
     def _holds_blocks(self, request: Request) -> bool:
         return bool(self._kv_cache.get_block_ids(request.request_id))
