@@ -45,6 +45,7 @@ class StuckStore:
         self.gate = threading.Event()
         self.is_stuck = threading.Event()
         self.stuck_digest = b""
+        self.batches: list[int] = []
 
     def has(self, key: BlockKey) -> bool:
         return False
@@ -53,6 +54,7 @@ class StuckStore:
         yield from ()
 
     def write(self, blocks: Sequence[SealedBlock]) -> list[WriteResult]:
+        self.batches.append(len(blocks))
         for block in blocks:
             if block.key.digest == self.stuck_digest:
                 self.is_stuck.set()
@@ -70,11 +72,11 @@ class Saving:
         self.clock, self.store = Clock(), StuckStore()
         context = build_context(Role.PREFILL, {})
         self.format = BlockFormat(context.identity, TINY_SPEC)
-        self.staging = StagingPool(NUM_SLOTS, self.format.value_bytes, time.monotonic)
+        self.staging = StagingPool(NUM_SLOTS, self.format.value_bytes, self.clock)
         self.threads = TaskThreads("kv-save", 2, spares_caller=True)
         warnings = WarningLimiter(logging.getLogger("stuck"), self.clock)
         self.saver = BlockSaver(
-            self.store, self.format, self.staging, self.threads, warnings, timeout_s=2.0, clock=self.clock
+            self.store, self.format, self.staging, self.threads, warnings, timeout_s=60.0, clock=self.clock
         )
         self.memory = BlockMemory(torch.zeros((4, *TINY_SPEC.block_shape), dtype=torch.bfloat16), TINY_SPEC, "stuck")
 
@@ -159,3 +161,18 @@ def test_a_write_that_ends_in_time_is_no_failure(saving: Saving) -> None:
     saving.store.gate.set()
     report = saving.wait_for_end("slow")
     assert (report.failed_sending, report.stats.failures) == (set(), {})
+
+
+def test_writers_get_full_batches_and_at_a_steps_end_the_rest(saving: Saving) -> None:
+    saving.store.blocks_per_write = 3
+    saving.save("p", *range(7))
+    report = saving.wait_for_end("p")
+    assert (report.failed_sending, sorted(saving.store.batches)) == (set(), [1, 3, 3])
+
+
+def test_who_waits_for_staging_memory_has_given_the_writers_theirs(saving: Saving) -> None:
+    """More blocks than slots, and batches that no number of slots fills."""
+    saving.store.blocks_per_write = 2 * NUM_SLOTS
+    saving.save("p", *range(3 * NUM_SLOTS))
+    report = saving.wait_for_end("p")
+    assert (report.failed_sending, sum(saving.store.batches)) == (set(), 3 * NUM_SLOTS)
