@@ -52,6 +52,8 @@ __all__ = ["LMCacheConnector"]
 # Told here, by the one who loads connectors; importing it takes seconds and waits until it is used.
 if importlib.util.find_spec("lmcache") is None:
     raise ImportError("the package lmcache is not installed")
+# Before any module of this package imports it, whoever asks for that.
+env.prepare_for_lmcache()
 
 
 class LMCacheConnector:
@@ -66,7 +68,6 @@ class LMCacheConnector:
         Raises:
             ConfigError: an option is unknown or wrong, or LMCache cannot be started with them.
         """
-        env.prepare_for_lmcache()
         from pdserve.connectors.lmcache.lookup import LMCacheLookup
 
         options = parse_options(context)
@@ -80,7 +81,6 @@ class LMCacheConnector:
         Raises:
             ConfigError: an option is unknown or wrong, or LMCache cannot be started with them.
         """
-        env.prepare_for_lmcache()
         from pdserve.connectors.blocks.worker import StoreWorker
         from pdserve.connectors.lmcache.lmcache_store import LMCacheStore
 

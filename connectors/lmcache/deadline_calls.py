@@ -45,10 +45,11 @@ class DeadlineCalls:
     Args:
         name: prefix of the threads' names.
         num_threads: most calls at once.
+        nice: how far they step back for others; so do the threads that are started within a call.
     """
 
-    def __init__(self, name: str, num_threads: int) -> None:
-        self._threads = TaskThreads(name, num_threads)
+    def __init__(self, name: str, num_threads: int, *, nice: int = 0) -> None:
+        self._threads = TaskThreads(name, num_threads, nice=nice)
         self._idle = threading.Semaphore(num_threads)
 
     def run(self, function: Callable[[], _Result], timeout_s: float) -> _Result:

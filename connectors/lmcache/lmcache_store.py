@@ -46,7 +46,9 @@ class LMCacheStore:
         self._format = BlockFormat(context.identity, context.spec, context.rank)
         self._timeout_s = options.timeout_s
         self._backoff = Backoff(time.monotonic)
-        self._calls = DeadlineCalls("lmcache-call", options.num_calls)
+        # Readers only wait here: it is LMCache's threads that step back, unless a hand-off waits for what they write.
+        nice = 0 if options.saves_as(context.role) else options.reader_nice
+        self._calls = DeadlineCalls("lmcache-call", options.num_calls, nice=nice)
         self._directories = EngineDirectories(options, can_write=True)
         try:
             self._engine = open_for_transfers(context, options, self._directories, self._calls)

@@ -6,7 +6,9 @@ import asyncio
 import gc
 import itertools
 import multiprocessing
+import os
 import shutil
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -328,6 +330,19 @@ class TestManners:
         engine.send("p", PROMPT)
         others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
         assert [thread.name for thread in others if not thread.daemon] == []
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
+    def test_its_threads_step_back_where_nothing_is_saved(self, make_engine: Any) -> None:
+        started: dict[str, set[int]] = {}
+        for role in ("prefill", "decode"):
+            before = set(threading.enumerate())
+            engine = make_engine(role)
+            engine.send("p", PROMPT) if role == "prefill" else engine.load("d", PROMPT)
+            own = [thread for thread in threading.enumerate() if thread not in before]
+            ids = [thread.native_id for thread in own if thread.name.startswith(("lmcache-call", "lmcache-file"))]
+            started[role] = {os.getpriority(os.PRIO_PROCESS, thread_id or 0) for thread_id in ids}
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+        assert started == {"prefill": {nice}, "decode": {min(nice + 10, 19)}}
 
     def test_closing_ends_the_threads_and_leaves_the_blocks_alone(self, make_engine: Any, store: Path) -> None:
         before = threading.active_count()
