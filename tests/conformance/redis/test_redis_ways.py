@@ -106,6 +106,25 @@ def test_a_server_that_nobody_vouches_for_gets_nothing(make_engine, run_server, 
     assert not engine.send("p", PROMPT)
 
 
+def test_a_certificate_of_another_authority(make_engine, run_server, certificates: Path, tmp_path: Path) -> None:
+    """The server comes back with one that nobody vouches for yet; who is trusted is read with each connection."""
+    make_certificates(tmp_path)
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes((certificates / "ca.pem").read_bytes())
+    port = find_free_port()
+    server = run_server(*tls_arguments(certificates, port, clients="no"))
+    engine = make_engine(num_blocks=128, url=f"rediss://127.0.0.1:{port}", tls_ca_file=str(trusted))
+    assert engine.send("before", PROMPT)
+    server.kill()
+    run_server(*tls_arguments(tmp_path, port, clients="no"))
+    assert not engine.send("unknown", [1, *PROMPT])
+    assert set(engine.stats.failures) == {"unreachable"}
+    trusted.write_bytes((tmp_path / "ca.pem").read_bytes())
+    deadline = time.monotonic() + 30
+    while not engine.send(f"p{time.monotonic_ns()}", [1, *PROMPT]):
+        assert time.monotonic() < deadline, "it did not come back by itself"
+
+
 def test_a_cluster(make_engine, run_server) -> None:
     """Three nodes with a third of the slots each; one that dies costs its blocks only."""
     nodes = [run_server("--cluster-enabled", "yes", port=find_free_port()) for _ in range(3)]
