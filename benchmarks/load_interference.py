@@ -1,9 +1,13 @@
 """What loads do to requests that run meanwhile: ``python benchmarks/load_interference.py``.
 
 A decode engine answers some requests without a pause. Now and then the KV of a long prompt arrives, from a producer
-without a model in a process of its own; the request that it is for leaves when its load has begun, so it computes
-nothing, and what is measured is the load alone. Stretches with and without arrivals take turns. ``--core 0`` pins the
-decode engine, readers included, to one core: the hard case.
+without a model in a process of its own; the request that it is for leaves when its load has ended, so it computes
+nothing, and what is measured is the load alone. ``--core 0`` pins the decode engine, readers included, to one core: the
+hard case.
+
+Stretches of three kinds take turns, the order changes from round to round: without arrivals, with them, and once more
+without as a control, which shows what chance alone does to a ratio. A ratio is of p99s over the steps of all rounds;
+its interval holds nine of ten of what rounds drawn with replacement give.
 
 Where time goes is told by the system's own counts for the thread of the forward pass: what it computed, which grows
 when others use the memory, and how long it could have run but had no core, because a reader or a server had it. Both
@@ -14,17 +18,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import itertools
 import os
 import random
 import secrets
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pdserve.bench.measure.summary import percentile
 from pdserve.bench.show.tables import format_table
 from pdserve.bench.transfers.engine import Chunks, Offered
 from pdserve.bench.transfers.producer import ProducerProcess, ProducerStart
@@ -37,12 +44,16 @@ _ENOUGH_TOKENS = 6000
 _PROMPT_TOKENS = 100
 _NUM_WARMUP_STEPS = 10
 _STORE_BYTES = 4 << 30
+_IDLE_S = 0.001
+_NUM_RESAMPLINGS = 500
+_INTERVAL = (0.05, 0.95)
 _HEADER = [
     "connector",
     "arriving",
     "token p50",
     "token p99",
     "p99 ratio",
+    "control",
     "of processor time",
     "forward thread computes",
     "waits for a core",
@@ -51,12 +62,12 @@ _HEADER = [
 
 
 @dataclass
-class Stretches:
-    """Steps of one kind, in milliseconds.
+class Stretch:
+    """Some steps one after the other, in milliseconds.
 
     Attributes:
         times: between two tokens of a running request.
-        processor_times: of all threads.
+        processor_times: of all the engine's threads.
         computing: the forward pass's thread had a core.
         waiting: it could have used one and had none.
     """
@@ -80,27 +91,34 @@ class Stretches:
 
 @dataclass
 class Measured:
-    """Of all stretches.
+    """Of all rounds; one stretch of each kind a round.
 
     Attributes:
-        quiet: those without arrivals.
-        loading: those with.
+        quiet: without arrivals.
+        control: without arrivals too.
+        loading: with.
         loads: milliseconds from each arrival until its KV was there.
     """
 
-    quiet: Stretches = field(default_factory=Stretches)
-    loading: Stretches = field(default_factory=Stretches)
+    quiet: list[Stretch] = field(default_factory=list)
+    control: list[Stretch] = field(default_factory=list)
+    loading: list[Stretch] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
 
 
 @dataclass
 class Arrival:
-    """A request whose KV is loaded; it leaves when ``num_used_blocks`` shows that it has its own."""
+    """A request whose KV is loaded.
+
+    Attributes:
+        request_id: the request.
+        num_used_blocks: the engine's, when the request has its own.
+        began: when it came.
+    """
 
     request_id: str
     num_used_blocks: int
     began: float
-    is_loading: bool = False
 
 
 class Consumer:
@@ -108,60 +126,83 @@ class Consumer:
 
     Args:
         core: the engine.
-        num_requests: that run.
     """
 
-    def __init__(self, core: EngineCore, num_requests: int) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._numbers = random.Random(1)
         self._arrival: Arrival | None = None
+
+    def begin(self, num_requests: int) -> None:
+        """Let this many requests run."""
         for _ in range(num_requests):
             self._add(self.make_prompt(_PROMPT_TOKENS), _ENOUGH_TOKENS)
-        while core.get_load().num_running < num_requests:
-            core.step()
+        while self._core.get_load().num_running < num_requests:
+            self._core.step()
         for _ in range(_NUM_WARMUP_STEPS):
-            core.step()
+            self._core.step()
 
     def make_prompt(self, num_tokens: int) -> list[int]:
         """Tokens that nobody has seen."""
         return [self._numbers.randrange(self._core.limits.vocab_size) for _ in range(num_tokens)]
 
-    def run_quietly(self, num_steps: int, measured: Measured) -> None:
+    def run_quietly(self, num_steps: int) -> Stretch:
         """Decode and nothing else."""
+        stretch = Stretch()
         for _ in range(num_steps):
-            measured.quiet.time(self._core.step)
+            stretch.time(self._core.step)
+        return stretch
 
     def run_with_arrivals(
-        self, num_steps: int, prompts: Sequence[list[int]], offers: Sequence[Offered], measured: Measured
-    ) -> None:
-        """Decode while prompts arrive, spread evenly over the steps, and are loaded one after the other."""
+        self, num_steps: int, prompts: Sequence[list[int]], offers: Sequence[Offered], loads: list[float]
+    ) -> Stretch:
+        """Decode while prompts arrive, spread evenly over the steps, and are loaded one after the other.
+
+        Args:
+            num_steps: of the stretch; its last load may take a few more.
+            prompts: that arrive.
+            offers: where their KV is.
+            loads: gets how long each load took, in milliseconds.
+        """
+        stretch = Stretch()
         due = list(zip(prompts, offers, strict=True))
         gap = num_steps // len(due)
         for step in range(num_steps):
             if due and self._arrival is None and step >= gap * (len(prompts) - len(due)):
-                self._arrive(*due.pop(0))
-            measured.loading.time(self._core.step)
-            self._look_at_arrival(measured)
+                stretch.time(functools.partial(self._step_with, *due.pop(0)))
+            else:
+                stretch.time(self._core.step)
+            self._look_at_arrival(loads)
         while self._arrival is not None:
             self._core.step()
-            self._look_at_arrival(measured)
+            self._look_at_arrival(loads)
+        return stretch
 
-    def _arrive(self, prompt: list[int], offered: Offered) -> None:
+    def load(self, prompt: list[int], offered: Offered) -> None:
+        """A request arrives and is loaded while nothing runs."""
+        self._step_with(prompt, offered)
+        self._look_at_arrival([])
+        while self._arrival is not None:
+            time.sleep(_IDLE_S)
+            self._core.step()
+            self._look_at_arrival([])
+
+    def _step_with(self, prompt: list[int], offered: Offered) -> None:
+        """A step before which a request arrives."""
         num_blocks = -(-len(prompt) // self._core.config.cache.block_size)
         num_used = self._core.get_load().num_used_blocks + num_blocks
+        began = time.perf_counter()
         request_id = self._add(prompt, 8, kv_transfer_params=offered.params, output_token_ids=[1])
-        self._arrival = Arrival(request_id, num_used, time.perf_counter())
+        self._arrival = Arrival(request_id, num_used, began)
+        self._core.step()
 
-    def _look_at_arrival(self, measured: Measured) -> None:
+    def _look_at_arrival(self, loads: list[float]) -> None:
         arrival = self._arrival
-        if arrival is None:
+        if arrival is None or self._core.has_transfers():
             return
         if self._core.get_load().num_used_blocks >= arrival.num_used_blocks:
-            if not arrival.is_loading:
-                arrival.is_loading = True
-                self._core.abort_requests([arrival.request_id])
-        elif arrival.is_loading:
-            measured.loads.append(1e3 * (time.perf_counter() - arrival.began))
+            loads.append(1e3 * (time.perf_counter() - arrival.began))
+            self._core.abort_requests([arrival.request_id])
             self._arrival = None
 
     def _add(self, prompt: list[int], max_tokens: int, **parts: Any) -> str:
@@ -180,9 +221,9 @@ def main() -> None:
     parser.add_argument(
         "--prompt-tokens", type=int, nargs="+", default=[1000, 4000], help="of the requests that arrive"
     )
-    parser.add_argument("--arrivals", type=int, default=6, help="in each stretch")
-    parser.add_argument("--steps", type=int, default=90, help="of each stretch")
-    parser.add_argument("--rounds", type=int, default=4, help="stretches of each kind")
+    parser.add_argument("--arrivals", type=int, default=3, help="in each stretch with some")
+    parser.add_argument("--steps", type=int, default=40, help="of each stretch")
+    parser.add_argument("--rounds", type=int, default=12, help="stretches of each kind")
     parser.add_argument("--core", type=int, help="pin the decode engine to this core")
     arguments = parser.parse_args()
     rows = [_HEADER]
@@ -197,8 +238,7 @@ def main() -> None:
 
 
 def measure(connector: str, num_tokens: int, arguments: argparse.Namespace) -> Measured:
-    """All rounds with one connector and one length; each round begins with the other kind of stretch."""
-    measured = Measured()
+    """All rounds with one connector and one length."""
     cores = os.sched_getaffinity(0)
     num_blocks = (arguments.arrivals + 1) * -(-num_tokens // 16)
     with contextlib.ExitStack() as stack:
@@ -208,7 +248,7 @@ def measure(connector: str, num_tokens: int, arguments: argparse.Namespace) -> M
                 model=arguments.model,
                 connector=connector,
                 connector_options=options,
-                num_blocks=num_blocks + 200 * arguments.running,
+                num_blocks=num_blocks + 250 * arguments.running,
                 max_num_seqs=arguments.running + 1,
             )
             engine_id = f"bench-{os.getpid()}-{secrets.token_hex(4)}"
@@ -216,19 +256,56 @@ def measure(connector: str, num_tokens: int, arguments: argparse.Namespace) -> M
         stack.callback(core.close)
         producer = ProducerProcess(ProducerStart(connector, options, f"{engine_id}-prefill", core.identity, num_blocks))
         stack.callback(producer.close)
+        consumer = Consumer(core)
         with pinned(arguments.core):
-            consumer = Consumer(core, arguments.running)
-        for round_ in range(arguments.rounds):
-            prompts = [consumer.make_prompt(num_tokens) for _ in range(arguments.arrivals)]
-            offers = [producer.offer(prompt, Chunks(num_tokens)) for prompt in prompts]
-            with pinned(arguments.core):
-                for with_arrivals in (round_ % 2 == 0, round_ % 2 == 1):
-                    if with_arrivals:
-                        consumer.run_with_arrivals(arguments.steps, prompts, offers, measured)
-                    else:
-                        consumer.run_quietly(arguments.steps, measured)
+            num_loads = touch_memory(consumer, producer, num_tokens, core.limits.num_blocks)
+            consumer.begin(arguments.running)
+        measured = run_rounds(consumer, producer, num_tokens, arguments)
+        check_loads(core, (num_loads + len(measured.loads)) * -(-num_tokens // 16))
     assert os.sched_getaffinity(0) == cores
     return measured
+
+
+def touch_memory(consumer: Consumer, producer: ProducerProcess, num_tokens: int, num_blocks: int) -> int:
+    """Load until every block of the pool has been written to; how many prompts that took.
+
+    The system maps memory when it is first touched, which takes longer than to fill it.
+    """
+    num_loads = -(-num_blocks // -(-num_tokens // 16)) + 1
+    for _ in range(num_loads):
+        prompt = consumer.make_prompt(num_tokens)
+        consumer.load(prompt, producer.offer(prompt, Chunks(num_tokens)))
+    return num_loads
+
+
+def run_rounds(
+    consumer: Consumer, producer: ProducerProcess, num_tokens: int, arguments: argparse.Namespace
+) -> Measured:
+    """Stretches of all kinds, in an order that changes from round to round."""
+    measured = Measured()
+    orders = itertools.cycle(itertools.permutations((measured.quiet, measured.control, measured.loading)))
+    for _ in range(arguments.rounds):
+        prompts = [consumer.make_prompt(num_tokens) for _ in range(arguments.arrivals)]
+        offers = [producer.offer(prompt, Chunks(num_tokens)) for prompt in prompts]
+        with pinned(arguments.core):
+            for kind in next(orders):
+                if kind is measured.loading:
+                    kind.append(consumer.run_with_arrivals(arguments.steps, prompts, offers, measured.loads))
+                else:
+                    kind.append(consumer.run_quietly(arguments.steps))
+    return measured
+
+
+def check_loads(core: EngineCore, num_blocks: int) -> None:
+    """Every block that arrived was loaded.
+
+    Raises:
+        RuntimeError: some were not, and the figures are not of loads.
+    """
+    labels = {"connector": core.config.connector.connector, "direction": "load"}
+    num_loaded = core.get_stats().registry.get_sample_value("pdserve_kv_transfer_blocks_total", labels)
+    if num_loaded != num_blocks:
+        raise RuntimeError(f"{num_loaded} of {num_blocks} blocks were loaded")
 
 
 def read_scheduler_times() -> tuple[float, float]:
@@ -251,17 +328,37 @@ def pinned(core: int | None) -> Iterator[None]:
 def describe(measured: Measured) -> list[str]:
     """The cells behind the arriving tokens."""
     kinds = (measured.quiet, measured.loading)
-    quiet, loading = (statistics.quantiles(kind.times, n=100) for kind in kinds)
-    quiet_processor, loading_processor = (statistics.quantiles(kind.processor_times, n=100) for kind in kinds)
+    times = [pool(kind, "times") for kind in kinds]
+    processor_times = [pool(kind, "processor_times") for kind in kinds]
     return [
-        f"{quiet[49]:.1f} / {loading[49]:.1f}",
-        f"{quiet[98]:.1f} / {loading[98]:.1f}",
-        f"{loading[98] / quiet[98]:.2f}",
-        f"{loading_processor[98] / quiet_processor[98]:.2f}",
-        " / ".join(f"{statistics.fmean(kind.computing):.1f}" for kind in kinds),
-        " / ".join(f"{statistics.fmean(kind.waiting):.2f}" for kind in kinds),
+        *(" / ".join(f"{percentile(of_kind, share):.1f}" for of_kind in times) for share in (0.5, 0.99)),
+        format_ratio(measured.loading, measured.quiet),
+        format_ratio(measured.control, measured.quiet),
+        f"{percentile(processor_times[1], 0.99) / percentile(processor_times[0], 0.99):.2f}",
+        " / ".join(f"{statistics.fmean(pool(kind, 'computing')):.1f}" for kind in kinds),
+        " / ".join(f"{statistics.fmean(pool(kind, 'waiting')):.2f}" for kind in kinds),
         f"{statistics.median(measured.loads):.1f}",
     ]
+
+
+def pool(stretches: Iterable[Stretch], what: str) -> list[float]:
+    """One figure of all steps of some stretches, ascending."""
+    return sorted(itertools.chain.from_iterable(getattr(stretch, what) for stretch in stretches))
+
+
+def format_ratio(stretches: Sequence[Stretch], quiet: Sequence[Stretch]) -> str:
+    """The p99 of one kind of stretch over that of the other, with its interval."""
+    numbers = random.Random(1)
+    rounds = list(zip(stretches, quiet, strict=True))
+    ratios = sorted(compare_p99(numbers.choices(rounds, k=len(rounds))) for _ in range(_NUM_RESAMPLINGS))
+    low, high = (percentile(ratios, share) for share in _INTERVAL)
+    return f"{compare_p99(rounds):.2f} ({low:.2f}-{high:.2f})"
+
+
+def compare_p99(rounds: Sequence[tuple[Stretch, Stretch]]) -> float:
+    """The p99 of the rounds' first stretches over that of their second."""
+    first, second = (percentile(pool(kind, "times"), 0.99) for kind in zip(*rounds, strict=True))
+    return first / second
 
 
 if __name__ == "__main__":
