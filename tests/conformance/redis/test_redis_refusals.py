@@ -70,12 +70,14 @@ def test_a_server_that_runs_a_script(make_engine, run_server) -> None:
     server = run_server("--lua-time-limit", "1")
     prefill, decode = make_engine(url=server.url), make_engine("decode", url=server.url)
     assert prefill.send("before", PROMPT)
-    client = redis.Redis(unix_socket_path=str(server.unix_path), socket_timeout=0.1)
+    impatient = redis.Redis(unix_socket_path=str(server.unix_path), socket_timeout=0.1)
     with contextlib.suppress(redis.RedisError):
-        client.eval("while true do end", 0)
+        impatient.eval("while true do end", 0)
+    impatient.close()
     assert not prefill.send("busy", [1, *PROMPT])
     assert set(prefill.stats.failures) == {"unreachable"}
     assert decode.load("busy", PROMPT) == 0
+    client = redis.Redis(unix_socket_path=str(server.unix_path))
     client.script_kill()
     client.close()
     repeat_until(lambda i: prefill.send(f"again-{i}", [1, *PROMPT]))
