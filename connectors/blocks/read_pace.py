@@ -61,19 +61,20 @@ class ReadPace:
 
     def begin_piece(self) -> None:
         """A piece is about to be read."""
-        self._turn.piece_began_s = self._get_busy_s()
+        self._turn.piece_began_s = self._get_busy_s() if self._is_computing else None
 
     def get_pause_s(self) -> float:
         """How long to wait between the last piece and the next; 0 while the turn goes on. To be asked once."""
         turn = self._turn
-        if turn.piece_began_s is not None:
-            turn.busy_s += self._get_busy_s() - turn.piece_began_s
-            turn.piece_began_s = None
-        if self._is_computing and turn.busy_s < _TURN_S:
+        began_s, turn.piece_began_s = turn.piece_began_s, None
+        if not self._is_computing:
+            turn.busy_s = 0.0
+            return 0.0
+        if began_s is not None:
+            turn.busy_s += self._get_busy_s() - began_s
+        if turn.busy_s < _TURN_S:
             return 0.0
         busy_s, turn.busy_s = turn.busy_s, 0.0
-        if not self._is_computing:
-            return 0.0
         shares_core = self._forward_core != _NO_CORE and self._get_core() == self._forward_core
         return min(busy_s, _LONGEST_TURN_S) * (_PAUSE_OF_TURN_ON_SHARED_CORE if shares_core else _PAUSE_OF_TURN)
 
@@ -83,7 +84,7 @@ class _Turn(threading.local):
 
     Attributes:
         busy_s: processor time of the turn's pieces so far.
-        piece_began_s: processor time of the thread when the last piece began; None when that is counted.
+        piece_began_s: processor time of the thread when the last piece began; None when it is counted, or need not be.
     """
 
     busy_s: float = 0.0
