@@ -22,6 +22,7 @@ from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from pdserve.connectors.blocks.failures import Failure
 from pdserve.connectors.lmcache.lmcache_parts import DigestDatabase
 from pdserve.connectors.lmcache.retrieval import Retrieval
+from pdserve.connectors.lmcache.shared_files import SharedFiles
 from pdserve.kv_layout import BlockKey
 
 _MAX_DISK_WRITES = 32
@@ -100,16 +101,18 @@ class CacheEngine:
     def close(self) -> None:
         """Close all tiers and end LMCache's threads. May hang."""
         if self._remote.connection is not None:
-            self._disconnect_redis(self._remote.connection.getWrappedConnector())
+            connector = self._remote.connection.getWrappedConnector()
+            if isinstance(connector, SharedFiles):
+                connector.stop()
+            else:
+                self._disconnect_redis(connector)
         self._engine.close()
         manager = self._engine.storage_manager
         if not manager.thread.is_alive():
             manager.loop.close()
 
     def _disconnect_redis(self, connector: Any) -> None:
-        executor = getattr(connector, "pq_executor", None)
-        if executor is None:
-            return  # it is about files
+        executor = connector.pq_executor
         # The back-end awaits this method on the very loop that the method waits for.
         executor.shutdown = lambda wait=True: executor.shutdown_async(wait=False)
         closing = asyncio.run_coroutine_threadsafe(connector.pool.disconnect(), self._engine.storage_manager.loop)

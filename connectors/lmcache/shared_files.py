@@ -59,9 +59,9 @@ class SharedFiles(FSConnector):
         """
         await asyncio.wrap_future(self._threads.submit(self._write, key, memory_obj))
 
-    async def close(self) -> None:
-        """Drop what has not begun; nobody waits for the rest."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def stop(self) -> None:
+        """Drop what has not begun and wait for the rest: LMCache frees its memory before it closes this. May hang."""
+        self._threads.shutdown(cancel_futures=True)
 
     def _read_run(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
         found: list[MemoryObj | None] = [None] * len(keys)

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("lmcache.v1.cache_engine", reason="lmcache is not installed here: make test-lmcache runs these")
 
 from lmcache.observability import LMCStatsMonitor
+from lmcache.v1.cache_engine import LMCacheEngine
 from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
 
 from pdserve.connectors.blocks.block_format import BlockFormat
@@ -353,6 +354,34 @@ class TestManners:
         # LMCache's watch over pinned memory, one for the process, stays.
         assert threading.active_count() <= before + 1
         assert [path.suffix for path in store.iterdir()] == [".data"] * 5
+
+    def test_closing_waits_for_a_file_that_is_being_written(
+        self, make_engine: Any, store: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its bytes lie in memory that LMCache frees."""
+        gate, order = threading.Event(), list[str]()
+        write, stop, close = SharedFiles._write, SharedFiles.stop, LMCacheEngine.close
+
+        def write_slowly(self: SharedFiles, key: Any, memory_obj: Any) -> None:
+            gate.wait()
+            write(self, key, memory_obj)
+            order.append("written")
+
+        def open_gate_and_stop(self: SharedFiles) -> None:
+            threading.Timer(0.1, gate.set).start()
+            stop(self)
+
+        def note_close(self: LMCacheEngine) -> None:
+            order.append("closed")
+            close(self)
+
+        monkeypatch.setattr(SharedFiles, "_write", write_slowly)
+        engine = make_engine("prefill", timeout_s=0.2)
+        assert not engine.send("p", PROMPT[:S])
+        monkeypatch.setattr(SharedFiles, "stop", open_gate_and_stop)
+        monkeypatch.setattr(LMCacheEngine, "close", note_close)
+        engine.worker.close()
+        assert order == ["written", "closed"]
 
     def test_lmcaches_statistics_do_not_pile_up(self, make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cache_engine, "_STATISTICS_LIFE_S", 0.0)
