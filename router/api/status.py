@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import Response
 
 import pdserve
-from pdserve.protocol import PROTOCOL_VERSION
+from pdserve.protocol import PROTOCOL_VERSION, Role
 from pdserve.router.api.errors import json_response
 from pdserve.router.api.service import RouterService
 from pdserve.router.instance import Instance
@@ -53,31 +53,45 @@ def build_status(service: RouterService) -> dict[str, Any]:
         },
         "counters": service.metrics.read_values("counter"),
         "pools": [
-            _describe_pool(service.fleet.prefill, settings.pools.prefill_policy),
-            _describe_pool(service.fleet.decode, settings.pools.decode_policy),
+            describe_pool(service.fleet.prefill, settings.pools.prefill_policy, service.fleet.decode),
+            describe_pool(service.fleet.decode, settings.pools.decode_policy, service.fleet.decode),
         ],
         "recent": [_describe_request(timeline) for timeline in service.timelines.latest(MAX_RECENT_REQUESTS)],
     }
 
 
-def _describe_pool(pool: Pool, policy: str) -> dict[str, Any]:
+def describe_pool(pool: Pool, policy: str, decode: Pool) -> dict[str, Any]:
+    """A pool with its instances, as far as they are listed; ``decode`` is whom prefill instances hand over to."""
     return {
         "role": pool.role,
         "policy": policy,
         "num_instances": len(pool.instances),
         "num_usable": len(pool.usable),
-        "instances": [_describe_instance(instance) for instance in pool.instances[:MAX_INSTANCES]],
+        "instances": [_describe_instance(instance, decode) for instance in pool.instances[:MAX_INSTANCES]],
     }
 
 
-def _describe_instance(instance: Instance) -> dict[str, Any]:
+def _find_remark(instance: Instance, decode: Pool) -> str:
+    """What makes a prefill instance's work worthless; empty where nothing does."""
+    connectors = {member.ready.connector for member in decode.members if member.ready is not None}
+    if instance.ready is None or instance.role is not Role.PREFILL or not connectors:
+        return ""
+    if instance.ready.connector in connectors:
+        return ""
+    return (
+        f"its connector is {instance.ready.connector}, decode's is {', '.join(sorted(connectors))}: decode computes "
+        "all prompts again; start both with the same --connector"
+    )
+
+
+def _describe_instance(instance: Instance, decode: Pool) -> dict[str, Any]:
     ready, load, tally = instance.ready, instance.load, instance.tally
     state, reason = describe_state(instance)
     return {
         "address": instance.address,
         "name": instance.name,
         "state": state,
-        "reason": reason,
+        "reason": reason or _find_remark(instance, decode),
         "silence_s": None if instance.silence_s is None else round(instance.silence_s, 3),
         "generation": ready.generation if ready else None,
         "model": ready.model if ready else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -25,7 +26,9 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 def ask_doctor(*options: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pdserve.cli", "doctor", "--timeout-s", "10", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    # A proxy that leads to the world outside does not lead to the service.
+    environment = {**os.environ, "http_proxy": f"http://127.0.0.1:{find_free_port()}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.stderr == ""
     return done.returncode, done.stdout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -60,8 +60,7 @@ def probe_router(url: str, timeout_s: float, api_key: str | None) -> RouterFacts
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     before_s = time.time()
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/v1/status", headers=headers, timeout=timeout_s)
-        answer.raise_for_status()
+        answer = _get(f"{url.rstrip('/')}/v1/status", timeout_s, headers)
         status = msgspec.json.decode(answer.content, type=RouterStatus)
     except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError) as error:
         return RouterFacts(url, problem=str(error).splitlines()[0])
@@ -120,11 +119,21 @@ def say_hello(address: str, timeout_s: float, curve: Curve | None = None) -> Rea
     return None
 
 
+def _get(url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> httpx.Response:
+    """An answer that is no error, asked for directly: a proxy in the environment leads elsewhere.
+
+    Raises:
+        httpx.HTTPError: there is none.
+        httpx.InvalidURL: ``url`` is none.
+    """
+    with httpx.Client(transport=httpx.HTTPTransport(), timeout=timeout_s) as client:
+        return client.get(url, headers=headers).raise_for_status()
+
+
 def _get_about(url: str, timeout_s: float) -> tuple[About | None, tuple[float, float] | None]:
     before_s = time.time()
     try:
-        answer = httpx.get(f"{url}/about", timeout=timeout_s)
-        answer.raise_for_status()
+        answer = _get(f"{url}/about", timeout_s)
         about = msgspec.json.decode(answer.content, type=About)
     except (httpx.HTTPError, msgspec.DecodeError):
         return None, None
@@ -144,7 +153,7 @@ def _bound_offset_s(time_ns: int, before_s: float) -> tuple[float, float]:
 def _get_metrics(url: str, timeout_s: float) -> dict[str, float]:
     """Samples by name, summed over labels, and by ``name{label="value"}``."""
     try:
-        text = httpx.get(f"{url}/metrics", timeout=timeout_s).raise_for_status().text
+        text = _get(f"{url}/metrics", timeout_s).text
     except httpx.HTTPError:
         return {}
     samples: dict[str, float] = {}

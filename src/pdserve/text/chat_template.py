@@ -179,8 +179,9 @@ def _join_content(content: Any, index: int) -> str | None:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(text, str):
+            what = "without a text" if kind == "text" else f"of type {kind!r}"
             raise RequestError(
-                f"content part of type {kind!r} is not supported; this model takes parts of type 'text'",
+                f"a content part {what} is not supported; this model takes parts of type 'text'",
                 param=f"messages[{index}].content",
             )
         texts.append(text)

@@ -12,6 +12,7 @@ from fake_instances import build_ready, run
 
 from pdserve.errors import UnavailableError
 from pdserve.protocol import InstanceLoad, Ready, Role
+from pdserve.router.api.status import describe_pool
 from pdserve.router.config import PoolSettings
 from pdserve.router.fleet import Fleet
 from pdserve.router.instance import Instance
@@ -114,6 +115,22 @@ def test_decode_defines_the_model_and_a_prefill_instance_of_another_one_keeps_no
         assert prefill.is_usable
         come(fleet, decode, build_ready(Role.DECODE, weights="w1"))
         assert prefill.is_usable
+
+    with_fleet(test)
+
+
+def test_status_tells_of_connectors_that_do_not_meet() -> None:
+    def test(fleet: Fleet) -> None:
+        (prefill,), (decode,) = fleet.prefill.instances, fleet.decode.instances
+        come(fleet, decode)
+        come(fleet, prefill)
+        reasons = []
+        for connector in ("fake", "other"):
+            prefill.ready = msgspec.structs.replace(build_ready(Role.PREFILL), connector=connector)
+            described = describe_pool(fleet.prefill, "p", fleet.decode)
+            reasons += [instance["reason"] for instance in described["instances"]]
+        assert reasons[0] == ""
+        assert reasons[1].startswith("its connector is other, decode's is fake: ")
 
     with_fleet(test)
 
