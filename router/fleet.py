@@ -1,8 +1,8 @@
 """Both pools of one router: who is admitted, what they accept together, and waiting for one to come.
 
 All admitted instances of a router have the same model identity, and one that differs is refused with a line that says
-in what. The first decode instance defines it, because without decode instances nothing is served; before it comes, the
-first prefill instance does. When no admitted instance of the pool that defined it is left, it is defined anew.
+in what. The first decode instance defines it, because without decode instances nothing is served; until it comes, the
+first prefill instance does. When no admitted instance is left, the next one defines it anew.
 Lives on the event loop.
 """
 
@@ -96,6 +96,8 @@ class Fleet:
         self._has_started = False
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
         self._retiring: dict[tuple[Role, str], tuple[Instance, asyncio.Task[None]]] = {}
+        self._is_defined_by_decode = False
+        """Whether the identity that all have is a decode instance's; a prefill instance's gives way to that."""
         self._was_prefill_usable = False
         self._prefill_usable_s = 0.0
         self._policies = {
@@ -261,8 +263,7 @@ class Fleet:
     def instance_ready(self, instance: Instance) -> None:
         """Admit the instance, or refuse it and say why."""
         self._admit(instance)
-        if instance.role is Role.DECODE:
-            self._admit_again(self.prefill)
+        self._admit_again(self.prefill)
         self._announce()
 
     def _admit_again(self, pool: Pool) -> None:
@@ -278,6 +279,7 @@ class Fleet:
             assert ready is not None
             logger.info("%s instance %s at %s is ready", instance.role, ready.instance_id, instance.address)
             self._metrics.set_instance_up(instance.role, instance.address, True)
+            self._is_defined_by_decode |= instance.role is Role.DECODE
             if ready.model != self._model_name:
                 logger.warning(
                     "%s instance %s serves %s, this router %s: tokens fit only if the tokenizers are the same",
@@ -295,7 +297,8 @@ class Fleet:
         self.prefix_memory.forget(instance.address)
         self._metrics.set_prefix_mode(instance.role, instance.address, PrefixMode.APPROXIMATE)
         self._metrics.set_instance_up(instance.role, instance.address, False)
-        if not self.decode.members:
+        if self.identity is None:
+            self._is_defined_by_decode = False
             self._admit_again(self.decode)
             self._admit_again(self.prefill)
         self._announce()
@@ -324,7 +327,7 @@ class Fleet:
         if ready.role is not instance.role:
             return f"it was started as a {ready.role} instance and is given as --{instance.role}"
         others = [other for other in self.decode.members if other is not instance]
-        if instance.role is Role.PREFILL and not others:
+        if not others and (instance.role is Role.PREFILL or self._is_defined_by_decode):
             others = [other for other in self.prefill.members if other is not instance]
         for other in others:
             assert other.ready is not None

@@ -119,6 +119,20 @@ def test_decode_defines_the_model_and_a_prefill_instance_of_another_one_keeps_no
     with_fleet(test)
 
 
+def test_refused_decode_instance_does_not_take_over_while_the_right_one_restarts() -> None:
+    def test(fleet: Fleet) -> None:
+        (prefill,), (right, wrong) = fleet.prefill.instances, fleet.decode.instances
+        come(fleet, right)
+        come(fleet, prefill)
+        come(fleet, wrong, build_ready(Role.DECODE, weights="w1"))
+        go(fleet, right)
+        assert (prefill.is_usable, wrong.is_usable) == (True, False)
+        come(fleet, right)
+        assert (right.is_usable, prefill.is_usable, wrong.is_usable) == (True, True, False)
+
+    with_fleet(test, decode=2)
+
+
 def test_status_tells_of_connectors_that_do_not_meet() -> None:
     def test(fleet: Fleet) -> None:
         (prefill,), (decode,) = fleet.prefill.instances, fleet.decode.instances
