@@ -6,8 +6,7 @@ A lookup's life::
          None             None             how many
                             └── deadline ──> 0
 
-While the store fails, there is a pause in which every answer is 0 at once. A hand-off that its producer has found whole
-in the store right before offering it needs no question, unless it waits here for more than two seconds.
+While the store fails, there is a pause in which every answer is 0 at once.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Protocol
 
 from pdserve.connectors.base import KVRequest
 from pdserve.connectors.blocks.failures import Backoff, Failure, WarningLimiter
-from pdserve.connectors.blocks.messages import KEYSPACE
 from pdserve.connectors.blocks.task_threads import TaskThreads
 from pdserve.kv_layout import BlockKey
 
@@ -83,22 +81,12 @@ class AskedIndex:
     Args:
         lookup: the store; closed with the index.
         timeout_s: longest wait of a request for its answer; then its prompt is computed.
-        trusted_keyspace: offers of blocks under these names are answers: the store was asked before each; None = no
-            offers are.
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        lookup: BlockLookup,
-        *,
-        timeout_s: float,
-        trusted_keyspace: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, lookup: BlockLookup, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lookup = lookup
         self._timeout_s = timeout_s
-        self._trusted_keyspace = trusted_keyspace
         self._clock = clock
         self._backoff = Backoff(clock)
         self._warnings = WarningLimiter(logger, clock)
@@ -134,24 +122,14 @@ class AskedIndex:
         self._lookup.close()
 
     def _begin(self, request: KVRequest, start: int, now: float) -> _Question:
-        is_first = request.request_id not in self._questions
         deadline = now + self._timeout_s
         question = self._questions[request.request_id] = _Question(start, deadline, deadline + _ANSWER_LIFE_S)
         keys = request.block_keys[start:]
         if not keys or self._backoff.get_reason() is not None:
             question.run = 0
-        elif is_first and self._is_verified(request):
-            question.run = len(keys)
         else:
             self._threads.submit(functools.partial(self._ask, question, keys))
         return question
-
-    def _is_verified(self, request: KVRequest) -> bool:
-        """Whether the producer has just found the whole prompt, under the names that are looked for here."""
-        offer = request.kv_transfer_params
-        if offer is None or self._trusted_keyspace is None or offer.num_tokens < request.num_prompt_tokens:
-            return False
-        return bool(offer.payload.get(KEYSPACE) == self._trusted_keyspace)
 
     def _ask(self, question: _Question, keys: Sequence[BlockKey]) -> None:
         run = 0

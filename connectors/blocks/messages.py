@@ -9,9 +9,6 @@ import msgspec
 from pdserve.connectors.base import KVRequest
 from pdserve.kv_layout import BlockKey
 
-KEYSPACE = "keyspace"
-"""In a hand-off's parameters: under what names its blocks lie, in stores where engines may differ in that."""
-
 
 class BlockTransfer(msgspec.Struct, frozen=True, array_like=True):
     """One block on its way.

@@ -14,7 +14,7 @@ from pdserve.connectors.base import (
     StepPlan,
     WakesEngine,
 )
-from pdserve.connectors.blocks.messages import KEYSPACE, LoadRequest, SaveRequest, StepMetadata, pair_blocks
+from pdserve.connectors.blocks.messages import LoadRequest, SaveRequest, StepMetadata, pair_blocks
 from pdserve.connectors.blocks.store import BlockIndex
 from pdserve.protocol import KVTransferParams
 
@@ -27,23 +27,13 @@ class StoreScheduler:
         context: the engine.
         index: tells what is stored.
         saves: whether this engine saves.
-        keyspace: under what names its blocks lie, for whoever gets its hand-offs; None = that is not told.
     """
 
-    def __init__(
-        self,
-        connector: str,
-        context: ConnectorContext,
-        index: BlockIndex,
-        *,
-        saves: bool,
-        keyspace: str | None = None,
-    ) -> None:
+    def __init__(self, connector: str, context: ConnectorContext, index: BlockIndex, *, saves: bool) -> None:
         self._connector = connector
         self._context = context
         self._index = index
         self._saves = saves
-        self._payload = {} if keyspace is None else {KEYSPACE: keyspace}
         self._block_size = context.spec.block_size
         self._num_saved_blocks: dict[str, int] = {}
         self._loading: set[str] = set()
@@ -155,5 +145,4 @@ class StoreScheduler:
             engine_id=self._context.engine_id,
             num_tokens=request.num_prompt_tokens,
             num_bytes=len(request.block_keys) * self._context.identity.kv.block_bytes,
-            payload=self._payload,
         )

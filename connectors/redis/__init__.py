@@ -24,7 +24,6 @@ from pdserve.connectors.blocks.asked_index import AskedIndex
 from pdserve.connectors.blocks.messages import StepMetadata
 from pdserve.connectors.blocks.scheduler import StoreScheduler
 from pdserve.connectors.messages import MessageTypes
-from pdserve.connectors.redis.keys import KeyNames
 from pdserve.connectors.redis.lookup import RedisLookup
 from pdserve.connectors.redis.options import CONNECTOR_NAME, get_server_url, parse_options
 from pdserve.connectors.redis.server import RedisServer
@@ -61,10 +60,8 @@ class RedisConnector:
         """
         options = parse_options(context)
         lookup = RedisLookup(RedisServer(options, timeout_s=options.lookup_timeout_s), context, options)
-        keyspace = KeyNames(options.prefix, context.identity, context.rank).prefix.decode()
-        index = AskedIndex(lookup, timeout_s=options.lookup_timeout_s, trusted_keyspace=keyspace)
-        saves = options.saves_as(context.role)
-        return StoreScheduler(CONNECTOR_NAME, context, index, saves=saves, keyspace=keyspace)
+        index = AskedIndex(lookup, timeout_s=options.lookup_timeout_s)
+        return StoreScheduler(CONNECTOR_NAME, context, index, saves=options.saves_as(context.role))
 
     @classmethod
     def build_worker(cls, context: ConnectorContext) -> StoreWorker:

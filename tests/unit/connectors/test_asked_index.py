@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import msgspec
 import pytest
 
 from pdserve.connectors.base import KVRequest
 from pdserve.connectors.blocks.asked_index import AskedIndex, UnansweredError
 from pdserve.connectors.blocks.failures import Failure
-from pdserve.connectors.blocks.messages import KEYSPACE
 from pdserve.kv_layout import BlockKey
-from pdserve.protocol import KVTransferParams
 
 KEYS = [BlockKey(bytes([i]) * 16, 4) for i in range(8)]
 
@@ -89,32 +84,6 @@ def test_the_first_question_has_no_answer_yet(index: AskedIndex, lookup: Scripte
     lookup.gate.set()
     assert wait_for_answer(index, make_request()) == 8
     assert lookup.num_asked == [8]
-
-
-def test_what_its_producer_has_just_found_is_not_asked_for(lookup: ScriptedLookup, clock: Clock) -> None:
-    """For two seconds, and not again: what was lost since is found out by asking."""
-    index = AskedIndex(lookup, timeout_s=0.5, trusted_keyspace="mine", clock=clock)
-    offer = KVTransferParams(connector="c", transfer_id="t", num_tokens=4 * len(KEYS), payload={KEYSPACE: "mine"})
-    offered = dataclasses.replace(make_request(), kv_transfer_params=offer)
-    assert [index.count_stored_run(offered, start) for start in (2, 2, 5)] == [6, 6, 3]
-    assert lookup.num_asked == []
-    lookup.stored.discard(KEYS[5])
-    clock.now += 2.5
-    assert wait_for_answer(index, offered, 2) == 3
-    assert lookup.num_asked == [6]
-    index.close()
-
-
-@pytest.mark.parametrize(
-    "offer", [{"payload": {KEYSPACE: "another"}}, {"payload": {}}, {"num_tokens": 4 * len(KEYS) - 1}]
-)
-def test_other_offers_are_no_answers(lookup: ScriptedLookup, clock: Clock, offer: dict[str, Any]) -> None:
-    index = AskedIndex(lookup, timeout_s=0.5, trusted_keyspace="mine", clock=clock)
-    whole = KVTransferParams(connector="c", transfer_id="t", num_tokens=4 * len(KEYS), payload={KEYSPACE: "mine"})
-    request = dataclasses.replace(make_request(), kv_transfer_params=msgspec.structs.replace(whole, **offer))
-    assert wait_for_answer(index, request) == 8
-    assert lookup.num_asked == [8]
-    index.close()
 
 
 def test_the_run_ends_at_the_first_hole(index: AskedIndex, lookup: ScriptedLookup) -> None:
