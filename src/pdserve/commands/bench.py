@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -37,11 +38,15 @@ def run(argv: Sequence[str]) -> int:
     if name not in BENCHMARKS:
         nearest = difflib.get_close_matches(name, BENCHMARKS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"unknown benchmark {name}; the nearest known one is {nearest} (pdserve bench --help)")
+    # Whoever limits a run's time ends it so; what was made for it, gigabytes in shared memory maybe, goes first.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         status: int = importlib.import_module(f"pdserve.bench.{name}").run(rest)
     except KeyboardInterrupt:
         print("interrupted; nothing was measured to its end", file=sys.stderr)
         return _INTERRUPTED_STATUS
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return status
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -203,3 +205,24 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     assert capsys.readouterr().err == (
         "error: --plot needs matplotlib, which is not installed: pip install 'pdserve[bench]'\n"
     )
+
+
+def test_a_run_that_is_told_to_end_takes_away_what_it_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has_cleaned_up = []
+
+    def run(argv: list[str]) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+        finally:
+            has_cleaned_up.append(True)
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("pdserve.bench.floors.run", run)
+    assert cli.main(["bench", "floors"]) == 130
+    assert has_cleaned_up
+    assert "interrupted" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
