@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve import env
+from pdserve.commands.screen import Screen
 from pdserve.errors import PdserveError
 
 _TIMEOUT_S = 120.0
@@ -77,20 +78,20 @@ def build_headers() -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
-def start_asking(service: Service, prompt: str) -> None:
+def start_asking(service: Service, prompt: str, screen: Screen) -> None:
     """Ask in a thread of its own, so that the caller goes on watching."""
-    threading.Thread(target=_ask_and_tell, args=(service, prompt), name="ask", daemon=True).start()
+    threading.Thread(target=_ask_and_tell, args=(service, prompt, screen), name="ask", daemon=True).start()
 
 
-def _ask_and_tell(service: Service, prompt: str) -> None:
+def _ask_and_tell(service: Service, prompt: str, screen: Screen) -> None:
     try:
-        ask(service, prompt)
+        ask(service, prompt, screen)
     except (OSError, http.client.HTTPException, ValueError, AskError) as error:
-        print(f"\nthe question could not be answered: {error}", flush=True)
+        screen.say(f"\nthe question could not be answered: {error}")
 
 
-def ask(service: Service, prompt: str) -> None:
-    """Send ``prompt`` as a chat (as a plain completion to a model without a chat template) and print what comes.
+def ask(service: Service, prompt: str, screen: Screen) -> None:
+    """Send ``prompt`` as a chat (as a plain completion to a model without a chat template) and show what comes.
 
     Raises:
         AskError: the service refused or failed; holds its message.
@@ -98,15 +99,15 @@ def ask(service: Service, prompt: str) -> None:
     """
     model = service.get_json("/v1/models")["data"][0]["id"]
     body = {"model": model, "max_tokens": _MAX_TOKENS, "temperature": 0, "stream": True}
-    print(f"\n> {prompt}", flush=True)
+    screen.say(f"\n> {prompt}")
     try:
-        request_id = _print_stream(_stream(service, "/v1/chat/completions", {**body, "messages": _user(prompt)}))
+        request_id = _show_stream(_stream(service, "/v1/chat/completions", {**body, "messages": _user(prompt)}), screen)
     except AskError as error:
         if error.http_status != 400:
             raise
-        request_id = _print_stream(_stream(service, "/v1/completions", {**body, "prompt": prompt}))
+        request_id = _show_stream(_stream(service, "/v1/completions", {**body, "prompt": prompt}), screen)
     path = f"/v1/requests/{urllib.parse.quote(request_id)}/timeline"
-    print(f"{describe_way(_get_finished(service, path))}\n(each event: curl {service.url}{path})\n", flush=True)
+    screen.say(f"{describe_way(_get_finished(service, path))}\n(each event: curl {service.url}{path})\n")
 
 
 def describe_way(timeline: Mapping[str, Any]) -> str:
@@ -153,8 +154,8 @@ def _user(prompt: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}]
 
 
-def _print_stream(events: Iterator[dict[str, Any]]) -> str:
-    """Print the answer's text as it comes; returns the request's id."""
+def _show_stream(events: Iterator[dict[str, Any]], screen: Screen) -> str:
+    """Show the answer's text as it comes; returns the request's id."""
     request_id = ""
     for event in events:
         if "error" in event:
@@ -162,8 +163,7 @@ def _print_stream(events: Iterator[dict[str, Any]]) -> str:
         request_id = event["id"]
         for choice in event["choices"]:
             text = choice["text"] if "text" in choice else choice["delta"].get("content")
-            print(text or "", end="", flush=True)
-    print(flush=True)
+            screen.write(text or "")
     return request_id
 
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from pdserve import env
 from pdserve.commands.ask import AskError, Service, start_asking
+from pdserve.commands.screen import Screen
 from pdserve.decode.main import DecodeConfig
 from pdserve.engine.config import ConnectorSettings, EngineConfig
 from pdserve.engine.server.listening import bind_http_socket
@@ -90,23 +91,18 @@ def run(argv: Sequence[str]) -> int:
     bind_http_socket(config.up.host, config.up.port, "--port").close()
     stop_request = StopRequest()
     stop_request.install()
+    screen = Screen()
     with contextlib.closing(RunDirectory(_ORPHAN_GRACE_S)) as run_directory:
         surroundings = Surroundings(
             directory=run_directory.path,
             log_level=config.up.log_level or env.get_log_level(),
-            show_line=partial(_say, file=sys.stderr),
-            announce=_say,
+            show_line=partial(screen.say, file=sys.stderr),
+            announce=screen.say,
             watch=run_directory.watch,
         )
         deployment = Deployment(surroundings, stop_request, config.up.drain_timeout_s)
         with _stopping(deployment):
-            return _serve(config, deployment, stop_request, run_directory.path)
-
-
-def _say(line: str, file: TextIO | None = None) -> None:
-    """Print a line; a reader that went away (a closed pipe or terminal) does not end the service."""
-    with contextlib.suppress(OSError):
-        print(line, file=file, flush=True)
+            return _serve(config, deployment, stop_request, run_directory.path, screen)
 
 
 @contextlib.contextmanager
@@ -117,7 +113,7 @@ def _stopping(deployment: Deployment) -> Iterator[None]:
         deployment.stop()
 
 
-def _serve(config: UpConfig, deployment: Deployment, stop_request: StopRequest, directory: Path) -> int:
+def _serve(config: UpConfig, deployment: Deployment, stop_request: StopRequest, directory: Path, screen: Screen) -> int:
     instances = deployment.start(plan_instances(config, directory))
     if stop_request.is_set:
         return 0
@@ -127,9 +123,9 @@ def _serve(config: UpConfig, deployment: Deployment, stop_request: StopRequest, 
     service = Service(str(router.note["http"]), config.router.http.tls_certificate)
     if not _wait_until_served(service, stop_request):
         return 0
-    _say(describe(deployment.members, service.url))
+    screen.say(describe(deployment.members, service.url))
     if config.up.ask is not None:
-        start_asking(service, config.up.ask)
+        start_asking(service, config.up.ask, screen)
     decoders = instances[config.up.prefill :]
 
     def is_lost() -> bool:
@@ -137,7 +133,7 @@ def _serve(config: UpConfig, deployment: Deployment, stop_request: StopRequest, 
 
     deployment.watch(is_lost)
     if stop_request.is_set:
-        _say("stopping")
+        screen.say("stopping")
         return 0
     raise ConfigError("nothing is left that could serve; see the lines above")
 
