@@ -34,6 +34,9 @@ class ReadPace:
     Args:
         get_busy_s: processor time of the calling thread: a piece that had to wait for its core took nothing meanwhile.
         get_core: the core that the calling thread runs on; -1 = unknown.
+
+    Attributes:
+        is_computing: a forward pass may be going on.
     """
 
     def __init__(
@@ -41,33 +44,28 @@ class ReadPace:
     ) -> None:
         self._get_busy_s = get_busy_s
         self._get_core = get_core
-        self._is_computing = False
+        self.is_computing = False
         self._forward_core = _NO_CORE
         self._turn = _Turn()
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether a forward pass may be going on."""
-        return self._is_computing
 
     def begin_step(self) -> None:
         """A forward pass may begin."""
         self._forward_core = self._get_core()
-        self._is_computing = True
+        self.is_computing = True
 
     def end_step(self) -> None:
         """It is over."""
-        self._is_computing = False
+        self.is_computing = False
 
     def begin_piece(self) -> None:
         """A piece is about to be read."""
-        self._turn.piece_began_s = self._get_busy_s() if self._is_computing else None
+        self._turn.piece_began_s = self._get_busy_s() if self.is_computing else None
 
     def get_pause_s(self) -> float:
         """How long to wait between the last piece and the next; 0 while the turn goes on. To be asked once."""
         turn = self._turn
         began_s, turn.piece_began_s = turn.piece_began_s, None
-        if not self._is_computing:
+        if not self.is_computing:
             turn.busy_s = 0.0
             return 0.0
         if began_s is not None:
